@@ -1,0 +1,164 @@
+"""The law a token is drawn from, and one draw from it.
+
+A row of logits becomes unnormalised weights: temperature, top-k, top-p, min-p in transformers'
+order. All three filters are one threshold on the value, so ties at a boundary are kept.
+
+A draw is Gumbel-max in two levels: first a block of the vocabulary, by its sum, then an entry of
+that block. It is exact (P(block) P(entry | block) = p), costs V/BLOCK + BLOCK Gumbels instead of V,
+sums no long CDF, and two laws that share the noise agree nearly as often as with one Gumbel per
+entry (Daliri et al. 2024, arXiv:2408.07978).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ._philox import philox4x32, to_gumbel
+
+# entries per block of the vocabulary; part of the contract: another value gives other tokens
+BLOCK = 512
+# below this a temperature means greedy: in float32 such a law is the argmax, up to exact ties
+GREEDY_TEMPERATURE = 1e-5
+# how many of the largest entries top-k and top-p look at before they look at more (CPU only)
+_CANDIDATES = 64
+
+
+class Law(NamedTuple):
+    """Unnormalised laws of R rows."""
+
+    weights: torch.Tensor  # [R, V] float32, >= 0, the largest of a row is 1
+    error: torch.Tensor  # [R] bool: NaN, or nothing finite; the weights are then uniform
+
+
+def is_off(value: float | torch.Tensor, off: float) -> bool:
+    return not isinstance(value, torch.Tensor) and value == off
+
+
+def greedy_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Argmax over the last dimension, lowest id on ties, and where there is none (then 0)."""
+    top, token = logits.max(dim=-1)  # the first of equal maxima
+    error = top.isnan() | (top == -torch.inf)
+    return token.masked_fill_(error, 0), error
+
+
+def make_law(
+    logits: torch.Tensor,
+    temperature: float | torch.Tensor,
+    top_k: int | torch.Tensor,
+    top_p: float | torch.Tensor,
+    min_p: float | torch.Tensor,
+) -> Law:
+    """Weights of the filtered law. ``logits`` is [R, V], parameters are numbers or [R] tensors."""
+    x = logits.to(torch.float32, copy=True)
+    top = x.amax(dim=-1, keepdim=True)
+    error = (top.isnan() | (top == -torch.inf)).squeeze(-1)
+    # an infinite maximum is a point mass: inf - inf = nan, then 0. So are rows in error: uniform
+    x.sub_(top).nan_to_num_(nan=0.0, neginf=-torch.inf)
+    if isinstance(temperature, torch.Tensor):
+        error = error | ~(temperature >= 0)
+        greedy = ~(temperature >= GREEDY_TEMPERATURE)
+        x.div_(temperature.masked_fill(greedy, 1.0)[:, None])
+        x.masked_fill_(greedy[:, None], -torch.inf)
+        x.scatter_(1, greedy_tokens(logits)[0][:, None], 0.0)  # where the row's maximum, 0, is
+    elif temperature < GREEDY_TEMPERATURE:
+        x.fill_(-torch.inf).scatter_(1, greedy_tokens(logits)[0][:, None], 0.0)
+    else:
+        x.div_(temperature)
+    weights = x.exp_()
+    use_k = not (is_off(top_k, 0) or is_off(top_k, -1))
+    if use_k or not is_off(top_p, 1.0):
+        weights = _keep_nucleus(weights, top_k if use_k else weights.shape[1], top_p)
+    if not is_off(min_p, 0.0):
+        # the largest weight is 1
+        floor = min_p[:, None] if isinstance(min_p, torch.Tensor) else min_p
+        weights.masked_fill_(weights < floor, 0.0)
+    return Law(weights, error)
+
+
+def _largest(x: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and ids of the n largest entries of each row, descending: ``x.topk(n)``, faster."""
+    R, V = x.shape
+    width = 64
+    num_groups = V // width
+    if n >= num_groups // 4:
+        return x.topk(n, dim=-1)
+    # the n largest lie in the n groups with the largest maxima, or in the rest of the row
+    groups = x[:, : num_groups * width].unflatten(1, (num_groups, width)).amax(dim=-1).topk(n)[1]
+    ids = (groups[..., None] * width + torch.arange(width, device=x.device)).flatten(1)
+    rest = torch.arange(num_groups * width, V, device=x.device).expand(R, -1)
+    ids = torch.cat([ids, rest], dim=1)
+    values, order = x.gather(1, ids).topk(n, dim=-1)
+    return values, ids.gather(1, order)
+
+
+def _keep_nucleus(
+    weights: torch.Tensor, top_k: int | torch.Tensor, top_p: float | torch.Tensor
+) -> torch.Tensor:
+    """``weights`` [R, V] after top-k, then top-p; overwrites its argument.
+
+    top-k keeps what is not below the k-th largest value; top-p keeps a value while the mass
+    strictly above it is below ``top_p`` of what top-k kept. Both by value: ties stay together.
+    """
+    R, V = weights.shape
+    k = torch.as_tensor(top_k, device=weights.device).expand(R)[:, None]
+    p = torch.as_tensor(top_p, dtype=torch.float64, device=weights.device).expand(R)[:, None]
+    has_k = (k > 0) & (k < V)
+    unfiltered = ~has_k & (p >= 1)
+    num_sorted = V
+    if weights.device.type == "cpu":  # elsewhere looking at values would cost a sync: sort all
+        num_sorted = min(V, max(_CANDIDATES, int((k * has_k).max()) + 1 if R else 0))
+    total = weights.sum(dim=-1, keepdim=True)
+    while True:
+        values, ids = _largest(weights, num_sorted)
+        kth = values.gather(1, (k - 1).clamp(0, num_sorted - 1)).masked_fill_(~has_k, 0.0)
+        mass = values.masked_fill(values < kth, 0.0).double()
+        reach = p * torch.where(has_k, mass.sum(dim=-1, keepdim=True), total)
+        inside = (mass.cumsum(dim=-1) - mass < reach) & (values >= kth)
+        last = values.gather(1, (inside.sum(dim=-1, keepdim=True) - 1).clamp(min=0))
+        threshold = torch.where(p >= 1, kth, last)
+        # sorted far enough once something was left out; zero is nothing
+        enough = (values[:, -1:] < threshold) | (values[:, -1:] == 0) | unfiltered
+        if num_sorted == V or bool(enough.all()):
+            break
+        num_sorted = min(V, num_sorted * 8)
+    kept = values.masked_fill(values < threshold, 0.0)
+    if isinstance(top_k, torch.Tensor) or isinstance(top_p, torch.Tensor):
+        return torch.where(unfiltered, weights, torch.zeros_like(weights).scatter_(1, ids, kept))
+    return weights.zero_().scatter_(1, ids, kept)
+
+
+def draw(
+    weights: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    step: torch.Tensor | int,
+    stream: int,
+) -> torch.Tensor:
+    """One token per row of ``weights`` [R, V] (>= 0, unnormalised) -> [R] int64.
+
+    Noise: blocks use counter index 0.., entries of the chosen block follow them, four to a
+    counter. A row without mass gives 0.
+    """
+    R, V = weights.shape
+    num_full = V // BLOCK
+    sums = weights[:, : num_full * BLOCK].unflatten(1, (num_full, BLOCK)).sum(dim=-1)
+    if V % BLOCK:
+        tail = weights[:, num_full * BLOCK :].sum(dim=-1, keepdim=True)
+        sums = torch.cat([sums, tail], dim=1)
+    num_blocks = sums.shape[1]
+    lanes = min(V, BLOCK)
+    # entries have the first BLOCK / 4 indices, so that theirs do not depend on V
+    index = torch.arange(BLOCK // 4 + -(-num_blocks // 4), device=weights.device)
+    if lanes < BLOCK:
+        index = torch.cat([index[: -(-lanes // 4)], index[BLOCK // 4 :]])
+    step = step[:, None] if isinstance(step, torch.Tensor) else step
+    words = philox4x32(seed[:, None], position[:, None], index[None], step, stream)
+    noise = to_gumbel(words.flatten(1))
+    entry_noise, block_noise = noise[:, :lanes], noise[:, -(-lanes // 4) * 4 :][:, :num_blocks]
+    block = (sums.log() + block_noise).argmax(dim=-1)
+    ids = block[:, None] * BLOCK + torch.arange(lanes, device=weights.device)
+    chosen = weights.gather(1, ids.clamp(max=V - 1)).masked_fill_(ids >= V, 0.0)
+    lane = (chosen.log_() + entry_noise).argmax(dim=-1)
+    return block * BLOCK + lane
