@@ -225,9 +225,7 @@ def _unpack(target_logits, draft_tokens, draft, cu_logits, max_draft_tokens):
     return logits, draft_tokens, draft, count
 
 
-def resolve_method(
-    method: str, temperature: float | torch.Tensor, has_q: bool
-) -> str:
+def resolve_method(method: str, temperature: float | torch.Tensor, has_q: bool) -> str:
     """What "auto" means: greedy at temperature 0, block where q is known, match otherwise."""
     if method not in METHODS:
         raise ValueError(f"method: expected one of {METHODS}, got {method!r}")
@@ -357,5 +355,7 @@ def verify_chain(
         (typical_eps, typical_alpha),
     )
     if packed:
-        return result._replace(tokens=result.tokens.masked_fill((num_draft_tokens < 0)[:, None], -1))
+        return result._replace(
+            tokens=result.tokens.masked_fill((num_draft_tokens < 0)[:, None], -1)
+        )
     return result
