@@ -33,7 +33,7 @@ class RowLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [B, heads, W, dim] at the current slots; return the visible slots, in that order."""
+        """Write [B, heads, W, dim] at the current slots; return the visible slots, same order."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         write = self.cache.write_index(key_states.device)

@@ -189,8 +189,8 @@ def custom_generate(
     """``model.generate(**inputs, custom_generate=specdec.custom_generate, drafter=...)``.
 
     The arguments are those of ``generate``, and so is the output where ``return_dict_in_generate``
-    is set; otherwise its ``sequences``. Differences that transformers imposes: it keeps ``streamer``
-    to itself (pass ``token_streamer``), and its default ``top_k`` is 50.
+    is set; otherwise its ``sequences``. Differences that transformers imposes: it keeps
+    ``streamer`` to itself (pass ``token_streamer``), and its default ``top_k`` is 50.
     """
     streaming = _Streaming(token_streamer, input_ids) if token_streamer is not None else None
     with streaming or contextlib.nullcontext():

@@ -59,8 +59,8 @@ def tiny_model(family: str = "llama", *, seed: int = 0, vocab_size: int = 97, **
     return _without_eos(model)
 
 
-def _without_eos(model):
-    model.generation_config.pad_token_id = 0
+def _without_eos(model, pad: int):
+    model.generation_config.pad_token_id = pad
     model.generation_config.eos_token_id = None
     return model
 
@@ -100,7 +100,6 @@ def _lookup_model(head: torch.Tensor):
         max_position_embeddings=512,
         bos_token_id=None,
         eos_token_id=None,
-        pad_token_id=0,
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
@@ -112,7 +111,8 @@ def _lookup_model(head: torch.Tensor):
             layer.mlp.down_proj.weight.zero_()
         # RMSNorm takes a one-hot row to sqrt(size) times it
         model.lm_head.weight.copy_(head / math.sqrt(size))
-    return _without_eos(model)
+    # transformers takes leading padding ids for padding, so it must not be an id in use
+    return _without_eos(model, pad=size - 1)
 
 
 def count_model(size: int = 32):

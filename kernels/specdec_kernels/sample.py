@@ -32,7 +32,7 @@ def law_of_rows(
     top_p: float | torch.Tensor,
     min_p: float | torch.Tensor,
 ) -> Law:
-    """The filtered law of ``logits`` [B, W, V], flattened to [B * W, V]; parameters scalar or [B]."""
+    """The filtered law of ``logits`` [B, W, V] as [B * W, V]; parameters are scalar or [B]."""
     B, W, _ = logits.shape
 
     def rows(name: str, value: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:

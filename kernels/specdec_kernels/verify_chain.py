@@ -204,10 +204,9 @@ def _unpack(target_logits, draft_tokens, draft, cu_logits, max_draft_tokens):
     B = cu_logits.shape[0] - 1
     first, count = cu_logits[:-1].long(), cu_logits.diff().long() - 1
     flat = draft_tokens.ndim == 1
-    if flat:
-        K = T - B if max_draft_tokens is None else max_draft_tokens
-    else:
-        K = draft_tokens.shape[1]
+    K = max_draft_tokens
+    if K is None:
+        K = T - B if flat else draft_tokens.shape[1]
     column = torch.arange(K + 1, device=target_logits.device)
     rows = (first[:, None] + column).clamp(max=max(T - 1, 0))
     logits = target_logits[rows]

@@ -96,10 +96,10 @@ class DraftSession(ABC):
             A draft of at most ``limits[b]`` tokens for row b; None if no row has any.
         """
 
-    def observe(self, num_accepted: list[int]) -> None:
+    def observe(self, num_accepted: list[int]) -> None:  # noqa: B027 - nothing to learn is fine
         """Told after each round: how many of the last draft's tokens each row kept."""
 
-    def keep(self, rows: list[int]) -> None:
+    def keep(self, rows: list[int]) -> None:  # noqa: B027
         """Only these rows go on; they are renumbered 0, 1, ..."""
 
 

@@ -58,7 +58,7 @@ class NGramSession(DraftSession):
 
 
 class NGramIndex:
-    """Where each n-gram of a growing text last went on: a step costs O(n), however long the text."""
+    """Where each n-gram of a growing text last went on; a step costs O(n) for any text length."""
 
     def __init__(self, min_ngram: int, max_ngram: int):
         self._next = {n: {} for n in range(max_ngram, min_ngram - 1, -1)}
