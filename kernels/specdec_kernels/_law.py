@@ -29,7 +29,7 @@ class Law(NamedTuple):
     """Unnormalised laws of R rows."""
 
     weights: torch.Tensor  # [R, V] float32, >= 0, the largest of a row is 1
-    error: torch.Tensor  # [R] bool: NaN, or nothing finite; the weights are then uniform
+    error: torch.Tensor  # [R] bool: no such law (NaN, +inf, nothing finite); weights are then NaN
 
 
 def is_off(value: float | torch.Tensor, off: float) -> bool:
@@ -53,17 +53,18 @@ def make_law(
     """Weights of the filtered law. ``logits`` is [R, V], parameters are numbers or [R] tensors."""
     x = logits.to(torch.float32, copy=True)
     top = x.amax(dim=-1, keepdim=True)
-    error = (top.isnan() | (top == -torch.inf)).squeeze(-1)
-    # an infinite maximum is a point mass: inf - inf = nan, then 0. So are rows in error: uniform
-    x.sub_(top).nan_to_num_(nan=0.0, neginf=-torch.inf)
+    error = ~top.isfinite().squeeze(-1)
+    x.sub_(top)  # rows in error become nan and stay alone in it
     if isinstance(temperature, torch.Tensor):
-        error = error | ~(temperature >= 0)
         greedy = ~(temperature >= GREEDY_TEMPERATURE)
+        tokens, no_token = greedy_tokens(logits)
+        error = torch.where(greedy, no_token, error) | ~(temperature >= 0)
         x.div_(temperature.masked_fill(greedy, 1.0)[:, None])
-        x.masked_fill_(greedy[:, None], -torch.inf)
-        x.scatter_(1, greedy_tokens(logits)[0][:, None], 0.0)  # where the row's maximum, 0, is
+        point = torch.full_like(x, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+        x = torch.where(greedy[:, None], point, x)
     elif temperature < GREEDY_TEMPERATURE:
-        x.fill_(-torch.inf).scatter_(1, greedy_tokens(logits)[0][:, None], 0.0)
+        tokens, error = greedy_tokens(logits)
+        x.fill_(-torch.inf).scatter_(1, tokens[:, None], 0.0)
     else:
         x.div_(temperature)
     weights = x.exp_()
@@ -87,8 +88,9 @@ def _largest(x: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     # the n largest lie in the n groups with the largest maxima, or in the rest of the row
     groups = x[:, : num_groups * width].unflatten(1, (num_groups, width)).amax(dim=-1).topk(n)[1]
     ids = (groups[..., None] * width + torch.arange(width, device=x.device)).flatten(1)
-    rest = torch.arange(num_groups * width, V, device=x.device).expand(R, -1)
-    ids = torch.cat([ids, rest], dim=1)
+    if V % width:
+        rest = torch.arange(num_groups * width, V, device=x.device).expand(R, -1)
+        ids = torch.cat([ids, rest], dim=1)
     values, order = x.gather(1, ids).topk(n, dim=-1)
     return values, ids.gather(1, order)
 
@@ -118,8 +120,8 @@ def _keep_nucleus(
         inside = (mass.cumsum(dim=-1) - mass < reach) & (values >= kth)
         last = values.gather(1, (inside.sum(dim=-1, keepdim=True) - 1).clamp(min=0))
         threshold = torch.where(p >= 1, kth, last)
-        # sorted far enough once something was left out; zero is nothing
-        enough = (values[:, -1:] < threshold) | (values[:, -1:] == 0) | unfiltered
+        # sorted far enough once something was left out; zero, and nan, is nothing
+        enough = (values[:, -1:] < threshold) | ~(values[:, -1:] > 0) | unfiltered
         if num_sorted == V or bool(enough.all()):
             break
         num_sorted = min(V, num_sorted * 8)
@@ -138,8 +140,8 @@ def draw(
 ) -> torch.Tensor:
     """One token per row of ``weights`` [R, V] (>= 0, unnormalised) -> [R] int64.
 
-    Noise: blocks use counter index 0.., entries of the chosen block follow them, four to a
-    counter. A row without mass gives 0.
+    Noise: four Gumbels to a counter; the entries of the chosen block have the counter indices
+    below BLOCK / 4, the blocks those from there on. A row without mass gives 0.
     """
     R, V = weights.shape
     num_full = V // BLOCK
@@ -149,16 +151,14 @@ def draw(
         sums = torch.cat([sums, tail], dim=1)
     num_blocks = sums.shape[1]
     lanes = min(V, BLOCK)
-    # entries have the first BLOCK / 4 indices, so that theirs do not depend on V
     index = torch.arange(BLOCK // 4 + -(-num_blocks // 4), device=weights.device)
-    if lanes < BLOCK:
-        index = torch.cat([index[: -(-lanes // 4)], index[BLOCK // 4 :]])
     step = step[:, None] if isinstance(step, torch.Tensor) else step
-    words = philox4x32(seed[:, None], position[:, None], index[None], step, stream)
-    noise = to_gumbel(words.flatten(1))
-    entry_noise, block_noise = noise[:, :lanes], noise[:, -(-lanes // 4) * 4 :][:, :num_blocks]
-    block = (sums.log() + block_noise).argmax(dim=-1)
+    words = philox4x32(seed[:, None], position[:, None], index, step, stream)
+    entry_noise, block_noise = to_gumbel(words.flatten(1)).split(
+        [BLOCK, index.numel() * 4 - BLOCK], 1
+    )
+    block = sums.log_().add_(block_noise[:, :num_blocks]).argmax(dim=-1)
     ids = block[:, None] * BLOCK + torch.arange(lanes, device=weights.device)
     chosen = weights.gather(1, ids.clamp(max=V - 1)).masked_fill_(ids >= V, 0.0)
-    lane = (chosen.log_() + entry_noise).argmax(dim=-1)
+    lane = chosen.log_().add_(entry_noise[:, :lanes]).argmax(dim=-1)
     return block * BLOCK + lane

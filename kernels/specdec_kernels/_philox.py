@@ -50,21 +50,29 @@ def philox4x32(
     seed, position, index, step = torch.broadcast_tensors(
         seed, position, index, torch.as_tensor(step, device=seed.device)
     )
-    # the two halves of a round are one stacked tensor: half the launches
+    # the two halves of a round are one stacked tensor: half the launches. From one round to the
+    # next the halves change places, so every second round has them, and the constants, reversed
     pair = [-1] + [1] * seed.ndim
     multiplier = seed.new_tensor(_MULTIPLIERS).view(pair)
-    low, high = multiplier & 0xFFFF, multiplier >> 16
+    multipliers = [(m, m & 0xFFFF, m >> 16) for m in (multiplier, multiplier.flip(0))]
     key = torch.stack([seed & _MASK, (seed >> 32) & _MASK])
-    weyl = seed.new_tensor(_WEYL).view(pair)
+    rounds = torch.arange(10, device=seed.device).view([-1, 1] + pair[1:])
+    keys = (key + rounds * seed.new_tensor(_WEYL).view(pair)) & _MASK
     even = torch.stack([position, step]) & _MASK  # words 0 and 2
     odd = torch.stack([index & _MASK, torch.full_like(index, int(stream))])  # words 1 and 3
-    for _ in range(10):
+    for i in range(10):
+        whole, low, high = multipliers[i % 2]
         # the high word of a 64-bit product, within signed int64
-        top = (even * high).add_((even * low) >> 16) >> 16
-        bottom = (even * multiplier) & _MASK
-        even = top.flip(0).bitwise_xor_(odd).bitwise_xor_(key)
-        odd = bottom.flip(0)
-        key = (key + weyl) & _MASK
+        top = even * low
+        top >>= 16
+        top += even * high
+        top >>= 16
+        bottom = even * whole
+        bottom &= _MASK
+        top[0] ^= odd[1]
+        top[1] ^= odd[0]
+        top ^= keys[i] if i % 2 else keys[i].flip(0)
+        even, odd = top, bottom
     return torch.stack([even[0], odd[0], even[1], odd[1]], dim=-1)
 
 

@@ -311,6 +311,8 @@ def verify_chain(
         if num_draft_tokens is not None:
             raise ValueError("num_draft_tokens: cu_logits already says how many, got both")
         B = cu_logits.shape[0] - 1
+        if max_draft_tokens is not None and draft_tokens.ndim != 1:
+            raise ValueError("max_draft_tokens: only with packed draft_tokens, got [B, K]")
         num_drafts = max(target_logits.shape[0] - B, 0)
         shape = (num_drafts,) if draft_tokens.ndim == 1 else (B, *draft_tokens.shape[1:2])
     else:

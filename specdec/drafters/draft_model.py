@@ -49,9 +49,8 @@ class DraftModel(Drafter):
         if self.num_draft_tokens < 1:
             raise ValueError(f"num_draft_tokens: expected >= 1, got {self.num_draft_tokens}")
         if not 0 <= self.confidence_threshold <= 1:
-            raise ValueError(
-                f"confidence_threshold: expected a number in [0, 1], got {self.confidence_threshold}"
-            )
+            got = self.confidence_threshold
+            raise ValueError(f"confidence_threshold: expected a number in [0, 1], got {got}")
         check_model(self.model, "draft model")
 
     def start(self, context: DraftContext) -> DraftModelSession:
