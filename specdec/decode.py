@@ -141,14 +141,19 @@ def _round(request: Request, rows: list[Row], session, stats: Stats) -> None:
             request.eos_ids,
         )
     starts = [len(row.tokens) for row in rows]
-    key = torch.tensor([starts, [row.seed for row in rows], num_drafts], device=scores.device)
+    device = scores.values.device
+    position, seed, counts = torch.tensor([starts, [row.seed for row in rows], num_drafts]).to(
+        device
+    )
+    # an id of -1 ends a row's chain
+    drafts = drafts.masked_fill(torch.arange(drafts.shape[1], device=device) >= counts[:, None], -1)
     result = verify_chain(
-        scores,
+        scores.values,
         drafts,
         draft_probs=draft.probs,
-        num_draft_tokens=key[2],
-        position=key[0],
-        seed=key[1],
+        cu_logits=None if scores.starts is None else torch.tensor(scores.starts, device=device),
+        position=position,
+        seed=seed,
         method=stats.method,
         **request.sampling.kwargs(),
     )
@@ -168,7 +173,7 @@ def _round(request: Request, rows: list[Row], session, stats: Stats) -> None:
                 f"row {row.index}: the logits of position {starts[b] + num_accepted[b]} are NaN, "
                 "or forbid every token"
             )
-        _commit(request, row, line[: num_accepted[b] + 1], logits[b], scores[b])
+        _commit(request, row, line[: num_accepted[b] + 1], logits.row(b), scores.row(b))
         row.stats.rounds += 1
         row.stats.drafted += draft.num_tokens[b]
         row.stats.accepted += num_accepted[b]

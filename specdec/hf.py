@@ -10,6 +10,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from transformers import GenerationConfig
@@ -44,7 +45,7 @@ UNSUPPORTED = {
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
     # the cache is ours: static slots in the model's dtype on the model's device
-    "cache_implementation": (None, "dynamic", "dynamic_full", "static", "hybrid"),
+    "cache_implementation": (None, "dynamic", "static", "hybrid"),
     "use_cache": (None, True),
 }
 # arguments of generate() that never reach a custom_generate function
@@ -133,20 +134,16 @@ def generate(
             eos_token_id, pad_token_id, repetition_penalty, no_repeat_ngram_size, bad_words_ids,
             suppress_tokens, min_new_tokens, sequence_bias, prefix_allowed_tokens_fn,
             logits_processor, stopping_criteria, stop_strings, max_time, output_scores,
-            output_logits, token_type_ids, ... Logits processors are called per row, with the prefix
-            of each position.
+            output_logits, token_type_ids, ... Processors and criteria are called per row, with the
+            prefix of each position.
 
     Raises:
         ValueError: what cannot be honoured, by name (beams, several return sequences, contrastive
             search, watermarks, quantised or offloaded caches, ...); what transformers refuses.
     """
-    _refuse_arguments(kwargs)
-    options = _defaults(model, generation_config, max_new_tokens, temperature, top_k, kwargs)
-    if attention_mask is None:
-        _warn_if_ambiguous(model, input_ids, generation_config, options)
     streaming = _Streaming(streamer, input_ids) if streamer is not None else None
 
-    def run(model, input_ids, tokenizer=None, **prepared) -> GenerateOutput:
+    def run(model, input_ids, **prepared) -> GenerateOutput:
         return _decode(
             model,
             input_ids,
@@ -160,11 +157,20 @@ def generate(
         )
 
     with streaming or contextlib.nullcontext():
+        check_model(model)
+        _check_prompts(input_ids)
+        _refuse_arguments(kwargs)
+        settings = _Settings(kwargs, generation_config, model.generation_config)
+        _refuse(settings)
+        options = kwargs | _defaults(settings, max_new_tokens, temperature, top_k)
+        if settings["stop_strings"] is not None:
+            options |= _stop_strings(settings, tokenizer)
+        if attention_mask is None:
+            _warn_if_ambiguous(settings, input_ids)
         return model.generate(
             input_ids,
             attention_mask=attention_mask,
             generation_config=generation_config,
-            tokenizer=tokenizer,
             custom_generate=run,
             **options,
         )
@@ -180,7 +186,6 @@ def custom_generate(
     drafter: Drafter | None = None,
     method: str = "auto",
     seed: int | Sequence[int] | None = None,
-    tokenizer=None,
     token_streamer=None,
     output_logprobs: bool = False,
     top_logprobs: int = 0,
@@ -190,7 +195,9 @@ def custom_generate(
 
     The arguments are those of ``generate``, and so is the output where ``return_dict_in_generate``
     is set; otherwise its ``sequences``. Differences that transformers imposes: it keeps
-    ``streamer`` to itself (pass ``token_streamer``), and its default ``top_k`` is 50.
+    ``streamer`` to itself (pass ``token_streamer``), ``tokenizer`` too (for stop strings pass its
+    ``StopStringCriteria`` as one of ``stopping_criteria``), ignores ``assistant_model``, and its
+    default ``top_k`` is 50.
     """
     streaming = _Streaming(token_streamer, input_ids) if token_streamer is not None else None
     with streaming or contextlib.nullcontext():
@@ -233,26 +240,41 @@ class _Streaming:
         self._streamer.end()
 
 
+class _Settings:
+    """The value of each option, from the first source that sets it, as transformers resolves it."""
+
+    def __init__(
+        self, kwargs: dict, config: GenerationConfig | None, model_config: GenerationConfig
+    ):
+        self._kwargs = kwargs
+        self._configs = (config, model_config)
+
+    def __getitem__(self, name: str):
+        if name in self._kwargs:
+            return self._kwargs[name]
+        values = (getattr(config, name, None) for config in self._configs)
+        return next((value for value in values if value is not None), None)
+
+
 def _refuse_arguments(kwargs: dict) -> None:
     for name in UNSUPPORTED_ARGUMENTS:
-        if kwargs.get(name) is not None:
+        value = kwargs.get(name)
+        if value is not None and value is not False:
             raise ValueError(f"{name}: not supported by specdec.generate")
+
+
+def _refuse(settings) -> None:
     for name, harmless in UNSUPPORTED.items():
-        if name in kwargs and kwargs[name] not in harmless:
-            raise ValueError(f"{name}={kwargs[name]!r}: not supported by specdec")
+        if settings[name] not in harmless:
+            raise ValueError(f"{name}={settings[name]!r}: not supported by specdec")
 
 
-def _defaults(model, config, max_new_tokens, temperature, top_k, kwargs: dict) -> dict:
-    """The keyword arguments for ``model.generate``, our defaults where nobody says otherwise."""
-
-    def is_set(name: str) -> bool:
-        sources = (config, model.generation_config)
-        return name in kwargs or any(getattr(s, name, None) is not None for s in sources)
-
-    options = dict(kwargs)
+def _defaults(settings: _Settings, max_new_tokens, temperature, top_k) -> dict:
+    """Our own arguments for ``model.generate``, and our defaults where nobody says otherwise."""
+    options = {}
     if max_new_tokens is not None:
         options["max_new_tokens"] = max_new_tokens
-    elif not is_set("max_length") and not is_set("max_new_tokens"):
+    elif settings["max_length"] is None and settings["max_new_tokens"] is None:
         options["max_new_tokens"] = 128
     if temperature is not None and temperature == 0:
         options["do_sample"] = False
@@ -260,23 +282,25 @@ def _defaults(model, config, max_new_tokens, temperature, top_k, kwargs: dict) -
         options["temperature"] = temperature
     if top_k is not None:
         options["top_k"] = top_k
-    elif not is_set("top_k") and is_set("do_sample"):
+    elif settings["top_k"] is None and settings["do_sample"]:
         options["top_k"] = 0
     return options
 
 
-def _warn_if_ambiguous(model, input_ids, config, options) -> None:
+def _stop_strings(settings: _Settings, tokenizer) -> dict:
+    """transformers passes a custom function no tokenizer, and would raise for want of one."""
+    if tokenizer is None:
+        raise ValueError("stop_strings: need the model's tokenizer; pass tokenizer=")
+    criterion = stopping_criteria.StopStringCriteria(tokenizer, settings["stop_strings"])
+    others = settings["stopping_criteria"] or []
+    return {"stop_strings": None, "stopping_criteria": [criterion, *others]}
+
+
+def _warn_if_ambiguous(settings: _Settings, input_ids: torch.Tensor) -> None:
     """A row that begins with its own padding token, where transformers cannot tell."""
-
-    def find(name: str):
-        for source in (options.get(name), getattr(config, name, None)):
-            if source is not None:
-                return source
-        return getattr(model.generation_config, name, None)
-
-    pad, eos = find("pad_token_id"), find("eos_token_id")
+    pad, eos = settings["pad_token_id"], settings["eos_token_id"]
     eos = eos if isinstance(eos, (list, tuple)) else [eos]
-    if input_ids.ndim != 2 or 0 in input_ids.shape or (pad is not None and pad not in eos):
+    if pad is not None and pad not in eos:
         return
     pad = eos[0] if pad is None else pad
     if pad is not None and input_ids.shape[0] > 1 and bool((input_ids[:, 0] == pad).any()):
@@ -316,12 +340,13 @@ def _decode(
     **model_kwargs,
 ) -> GenerateOutput:
     config = generation_config
-    for name, harmless in UNSUPPORTED.items():
-        if getattr(config, name, None) not in harmless:
-            raise ValueError(f"{name}={getattr(config, name)!r}: not supported by specdec")
+    _refuse(_Settings({}, None, config))
     if drafter is not None and not isinstance(drafter, Drafter):
         raise ValueError(f"drafter: expected a specdec Drafter, got {type(drafter).__name__}")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("inputs_embeds: not supported by specdec")
     check_model(model)
+    _check_prompts(input_ids)
     sampling = _sampling(config)
     if method == "greedy" and config.do_sample:
         raise ValueError("method='greedy' contradicts do_sample=True")
@@ -355,8 +380,8 @@ def _decode(
         processors=_processors(logits_processor, config),
         criteria=criteria,
         on_tokens=streaming.put if streaming else None,
-        output_scores=bool(config.return_dict_in_generate and config.output_scores),
-        output_logits=bool(config.return_dict_in_generate and config.output_logits),
+        output_scores=bool(config.output_scores),
+        output_logits=bool(config.output_logits),
         output_logprobs=output_logprobs or top_logprobs > 0,
         normalize_scores=bool(config.renormalize_logits),
         top_logprobs=top_logprobs,
@@ -380,10 +405,13 @@ def _sampling(config: GenerationConfig) -> Sampling:
     )
 
 
-def _padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
-    """How many padding tokens each row begins with."""
+def _check_prompts(input_ids: torch.Tensor) -> None:
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids: expected [B, L] with tokens, got {list(input_ids.shape)}")
+
+
+def _padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
+    """How many padding tokens each row begins with."""
     if attention_mask is None:
         return [0] * input_ids.shape[0]
     mask = attention_mask.to(torch.bool)
@@ -409,10 +437,11 @@ def _token_ids(ids: int | Sequence[int] | torch.Tensor | None) -> frozenset[int]
 def _pad_id(config: GenerationConfig, batch: int, may_end_early: bool) -> int:
     if config.pad_token_id is not None:
         return int(config.pad_token_id)
-    eos = _token_ids(config.eos_token_id)
-    if batch > 1 and may_end_early and not eos:
+    if config.eos_token_id is not None:
+        return int(torch.as_tensor(config.eos_token_id).flatten()[0])
+    if batch > 1 and may_end_early:
         raise ValueError("pad_token_id: needed when rows of a batch may end at different lengths")
-    return min(eos, default=0)
+    return 0
 
 
 def _seeds(seed, batch: int, sampling: Sampling) -> list[int]:
@@ -421,11 +450,11 @@ def _seeds(seed, batch: int, sampling: Sampling) -> list[int]:
         if sampling.temperature == 0:
             return [0] * batch  # nothing is drawn: leave the global generator alone
         return torch.randint(2**63 - 1, (batch,)).tolist()
-    seeds = torch.as_tensor(seed).flatten().tolist() if not isinstance(seed, int) else [seed]
-    seeds = seeds * batch if isinstance(seed, int) else seeds
-    if len(seeds) != batch:
-        raise ValueError(f"seed: expected one int or one per row ({batch}), got {len(seeds)}")
-    return [(s + 2**63) % 2**64 - 2**63 for s in seeds]
+    values = seed.tolist() if hasattr(seed, "tolist") else seed
+    seeds = list(values) if isinstance(values, Sequence) else [values] * batch
+    if len(seeds) != batch or not all(isinstance(s, Integral) for s in seeds):
+        raise ValueError(f"seed: expected one int or one per row ({batch}), got {seed!r}")
+    return [(int(s) + 2**63) % 2**64 - 2**63 for s in seeds]
 
 
 def _processors(processors, config: GenerationConfig) -> list:
@@ -460,6 +489,12 @@ def _forward_kwargs(model_kwargs: dict, padding: list[int]) -> tuple[torch.Tenso
     cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError("past_key_values: a filled cache is not supported")
+    positions = model_kwargs.get("position_ids")
+    if positions is not None:
+        start = torch.tensor(padding, device=positions.device)[:, None]
+        expected = torch.arange(positions.shape[-1], device=positions.device) - start
+        if bool(((positions != expected) & (expected >= 0)).any()):
+            raise ValueError("position_ids: only 0, 1, ... from a row's first token on")
     rest = {k: v for k, v in model_kwargs.items() if k not in ours and v is not None}
     types = rest.pop("token_type_ids", None)
     if types is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -48,6 +49,8 @@ def check_model(model, role: str = "model") -> None:
     unknown = sorted(layer_types - set(LAYER_TYPES))
     if unknown:
         refuse(f"layers of type {', '.join(unknown)}; a row cache has {', '.join(LAYER_TYPES)}")
+    if model.get_input_embeddings().weight.is_meta:
+        refuse("its embeddings are offloaded, on the meta device between forwards")
     parameters = inspect.signature(model.forward).parameters
     if not {"cache", "past_key_values"} & set(parameters):
         refuse("its forward takes no key-value cache; recurrent state cannot be rolled back")
@@ -87,6 +90,39 @@ def check_length(model, prompt_lengths: Sequence[int], total: int, role: str = "
             )
 
 
+class ForwardCost:
+    """What a forward costs, in multiplications: its weights once per token, and attention."""
+
+    def __init__(self, model, config):
+        self._per_token = sum(p.numel() for p in model.parameters())
+        head_dim = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        self._per_pair = 2 * config.num_hidden_layers * config.num_attention_heads * head_dim
+
+    def __call__(self, num_tokens: int, num_pairs: int) -> int:
+        return num_tokens * self._per_token + num_pairs * self._per_pair
+
+
+@dataclass(frozen=True)
+class RowLogits:
+    """Logits of each row's last token and drafts, padded or packed.
+
+    Attributes:
+        values: [B, W, V], or packed [T, V].
+        starts: packed: where each row's part begins, and the end, [B + 1].
+    """
+
+    values: torch.Tensor
+    starts: list[int] | None
+
+    def row(self, b: int) -> torch.Tensor:
+        """[W, V]: what row b has."""
+        if self.starts is None:
+            return self.values[b]
+        return self.values[self.starts[b] : self.starts[b + 1]]
+
+
 class CachedModel:
     """``model`` and the cache of one call. Rows may differ in length.
 
@@ -112,7 +148,8 @@ class CachedModel:
         self.lengths = [0] * batch  # positions of each row that are in the cache and right
         self.widths: list[int] = []  # of every forward
         self.seconds = 0.0  # inside the model's forwards
-        self._cache = RowCache(capacity, self.config.num_hidden_layers)
+        self._cache = RowCache(batch, capacity, self.config.num_hidden_layers)
+        self._cost = ForwardCost(model, self.config)
         self._token_types = token_type_ids
         self._kwargs = dict(forward_kwargs or {})
         parameters = inspect.signature(model.forward).parameters
@@ -126,11 +163,10 @@ class CachedModel:
         tokens: list[list[int]] | torch.Tensor,
         drafts: torch.Tensor | None = None,
         num_drafts: Sequence[int] | None = None,
-    ) -> torch.Tensor:
+    ) -> RowLogits:
         """Run each row's next ``tokens``, then its drafts. Advances ``lengths`` over all of it.
 
-        Returns the logits after the last token and after each draft, [B, 1 + K, V], in the model's
-        dtype; [B, K, V] if no row has tokens.
+        Returns the logits after the last token and after each draft, in the model's dtype.
 
         Args:
             tokens: one list per row (an empty one: the row sits this out), or [B, W] for all.
@@ -150,16 +186,55 @@ class CachedModel:
             width = max(counts)
             padded = [[0] * (width - len(row)) + row for row in tokens]
             columns = torch.tensor(padded, dtype=torch.int64, device=self.device)
-        first = [columns.shape[1] - count for count in counts]
+        pending = columns.shape[1]
+        first = [pending - count for count in counts]
+        K = 0
         if drafts is not None and drafts.shape[1]:
             K = drafts.shape[1]
             columns = torch.cat([columns, drafts.to(self.device).clamp(min=0)], dim=1)
             counts = [c + n for c, n in zip(counts, num_drafts or [K] * len(counts), strict=True)]
+        if pending == 1 and min(counts) > 0 and self._packs(counts, pending + K):
+            logits = self._forward_packed(columns, counts)
         else:
-            K = 0
-        logits = self._forward(columns, first, counts, min(K + 1, columns.shape[1]))
+            values = self._forward(columns, first, counts, min(K + 1, columns.shape[1]))
+            logits = RowLogits(values, None)
         self.lengths = [s + c for s, c in zip(self.lengths, counts, strict=True)]
         return logits
+
+    def _packs(self, counts: list[int], width: int) -> bool:
+        """Whether one row of all tokens is cheaper than a row each, padded to ``width``.
+
+        Packed, the padding is not computed, but every token meets the slots of every row.
+        """
+        if self.device.type != "cpu":
+            return False  # a GPU wants the same few shapes again and again
+        padded, packed = len(counts) * width, sum(counts)
+        visible = max(s + c for s, c in zip(self.lengths, counts, strict=True))
+        cost = self._cost
+        return cost(packed, packed * len(counts) * visible) < cost(padded, padded * visible)
+
+    def _forward_packed(self, columns: torch.Tensor, counts: list[int]) -> RowLogits:
+        """One forward of all rows' tokens as one row: columns 0 .. counts[b] - 1 of each."""
+        inside = torch.arange(columns.shape[1]) < torch.tensor(counts)[:, None]
+        row, column = inside.nonzero(as_tuple=True)
+        positions = torch.tensor(self.lengths)[row] + column
+        visible = int(positions.max()) + 1
+        self._cache.set_slots(row.to(self.device), positions.to(self.device), visible, packed=True)
+        # slots of all rows, row by row within a slot
+        slot = torch.arange(visible).repeat_interleave(len(counts))
+        owner = torch.arange(len(counts)).repeat(visible)
+        logits = self._run(
+            columns[inside.to(self.device)][None],
+            positions[None].to(self.device),
+            slot.to(self.device),
+            (owner != row[:, None])[None].to(self.device),
+            row,
+            len(row),
+        )
+        starts = [0]
+        for count in counts:
+            starts.append(starts[-1] + count)
+        return RowLogits(logits[0], starts)
 
     def _forward(
         self, input_ids: torch.Tensor, first: list[int], counts: list[int], num_logits: int
@@ -171,7 +246,7 @@ class CachedModel:
         if all(count == W for count in counts) and len(set(self.lengths)) == 1:
             start = self.lengths[0]
             positions = torch.arange(start, start + W, device=self.device).expand(B, W)
-            self._cache.set_slots(positions, visible, start)
+            self._cache.set_slots(positions, positions, visible, uniform_start=start)
         else:
             column = torch.arange(W)
             begin, count, offset = torch.tensor(
@@ -180,14 +255,25 @@ class CachedModel:
             inside = (column >= begin) & (column < begin + count)
             positions = torch.where(inside, column + offset, 0).to(self.device)
             slots = torch.where(inside, column + offset, self._cache.bin).to(self.device)
-            self._cache.set_slots(slots, visible, None)
+            rows = torch.arange(B, device=self.device)[:, None]
+            self._cache.set_slots(rows, slots, visible)
+        slot = torch.arange(visible, device=self.device)
+        return self._run(input_ids, positions, slot, None, None, num_logits)
+
+    def _run(self, input_ids, positions, slot, foreign, row, num_logits: int) -> torch.Tensor:
+        """The model's forward. ``slot``: the position each visible slot holds; ``foreign``
+        [1, W, slots] and ``row`` [W]: which slots belong to other rows, and whose the tokens are,
+        when packed."""
         kwargs = {self._cache_name: self._cache, **self._kwargs}
         if self._keeps_logits:
             kwargs["logits_to_keep"] = num_logits
         if self._token_types is not None:
             index = positions.clamp(max=self._token_types.shape[1] - 1)
-            kwargs["token_type_ids"] = self._token_types.gather(1, index)
-        masks = self._masks(positions, visible)
+            types = self._token_types if row is None else self._token_types[row]
+            kwargs["token_type_ids"] = types.gather(1, index if row is None else index.T).view_as(
+                input_ids
+            )
+        masks = self._masks(positions, slot, foreign)
         began = perf_counter()
         out = self.model(
             input_ids=input_ids,
@@ -198,18 +284,19 @@ class CachedModel:
             **kwargs,
         )
         self.seconds += perf_counter() - began
-        self.widths.append(W)
+        self.widths.append(input_ids.shape[1])
         return out.logits[:, -num_logits:]
 
-    def _masks(self, positions: torch.Tensor, visible: int):
-        """Additive masks [B, 1, W, visible]: position p sees slots <= p, and > p - window.
+    def _masks(self, positions: torch.Tensor, slot: torch.Tensor, foreign: torch.Tensor | None):
+        """Additive masks [B, 1, W, slots]: position p sees slots <= p, and > p - window.
 
         Additive because eager attention adds what it is given. A column without a token has
         position 0 and sees slot 0: nobody reads it, but a row that sees nothing would be nan.
         """
-        slot = torch.arange(visible, device=self.device)
         query = positions[:, :, None]
         hidden = slot > query
+        if foreign is not None:
+            hidden = hidden | foreign
 
         def additive(hidden: torch.Tensor) -> torch.Tensor:
             mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)

@@ -7,6 +7,8 @@ import copy
 import torch
 from transformers.generation import logits_process as hf
 
+from .model import RowLogits
+
 # hold one entry per row of the batch in a way that cannot be split by row
 _BATCHED = (hf.EncoderNoRepeatNGramLogitsProcessor, hf.EncoderRepetitionPenaltyLogitsProcessor)
 
@@ -47,38 +49,38 @@ def _for_row(processor, row: int, batch: int):
 
 
 def process_round(
-    logits: torch.Tensor,
+    logits: RowLogits,
     processors: list[RowProcessors],
     prefixes: list[list[int]],
     drafts: list[list[int]],
     eos_ids: frozenset[int],
-) -> tuple[torch.Tensor, list[int]]:
+) -> tuple[RowLogits, list[int]]:
     """Apply each row's processors to the logits of one round.
 
     A row stops at a draft that its scores forbid, and at a drafted end of sequence: what follows
     cannot be part of the output, so nobody is asked about it.
 
     Args:
-        logits: [B, K + 1, V].
         prefixes: each row's tokens before the first draft, as transformers would hold them.
         drafts: each row's drafted tokens.
 
     Returns:
-        [B, K + 1, V] float32 scores, and how many drafts of each row still count. The row after a
-        forbidden or ending draft is left as it was: verification never gets there.
+        Scores like ``logits``, in float32, and how many drafts of each row still count. The row
+        after a forbidden or ending draft is left as it was: verification never gets there.
     """
-    scores = logits.to(torch.float32, copy=True)
+    processed = RowLogits(logits.values.to(torch.float32, copy=True), logits.starts)
     counts = []
     for b, (process, prefix, draft) in enumerate(zip(processors, prefixes, drafts, strict=True)):
-        ids = torch.tensor([prefix + draft], device=logits.device)
+        scores = processed.row(b)
+        ids = torch.tensor([prefix + draft], device=scores.device)
         count = len(draft)
         for j in range(len(draft) + 1):
-            scores[b, j] = process(ids[:, : len(prefix) + j], scores[b : b + 1, j])[0]
+            scores[j] = process(ids[:, : len(prefix) + j], scores[j : j + 1])[0]
             if j == len(draft):
                 break
             ends = draft[j] in eos_ids or not 0 <= draft[j] < scores.shape[-1]
-            if ends or (process.may_forbid and scores[b, j, draft[j]].item() == -torch.inf):
+            if ends or (process.may_forbid and scores[j, draft[j]].item() == -torch.inf):
                 count = j + 1
                 break
         counts.append(count)
-    return scores, counts
+    return processed, counts

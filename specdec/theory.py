@@ -72,7 +72,7 @@ def speedup(alpha: float, k: int, cost_ratio: float, verify_cost: VerifyCost = 1
 def best_k(
     alpha: float, cost_ratio: float, *, verify_cost: VerifyCost = 1.0, max_k: int = 32
 ) -> int:
-    """The ``k`` in [0, max_k] with the largest speed-up, the smallest of equals; 0: do not draft."""
+    """The ``k`` in [0, max_k] of the largest speed-up, the smallest of equals; 0: do not draft."""
     _check_count("max_k", max_k)
     # max keeps the first of equals
     return max(range(max_k + 1), key=lambda k: speedup(alpha, k, cost_ratio, verify_cost))

@@ -53,7 +53,7 @@ def check_sampling(
     """Check sampling parameters given as numbers; tensors are not read, that would cost a sync."""
     if not isinstance(temperature, torch.Tensor) and not 0 <= temperature < math.inf:
         raise ValueError(f"temperature: expected a finite number >= 0, got {temperature}")
-    if not isinstance(top_k, torch.Tensor) and (top_k != int(top_k) or top_k < -1):
+    if not isinstance(top_k, torch.Tensor) and not (top_k >= -1 and top_k % 1 == 0):
         raise ValueError(f"top_k: expected an integer >= 0 (0 or -1: off), got {top_k}")
     for name, value in (("top_p", top_p), ("min_p", min_p)):
         if not isinstance(value, torch.Tensor) and not 0 <= value <= 1:

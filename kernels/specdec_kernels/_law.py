@@ -58,7 +58,8 @@ def make_law(
     if isinstance(temperature, torch.Tensor):
         greedy = ~(temperature >= GREEDY_TEMPERATURE)
         tokens, no_token = greedy_tokens(logits)
-        error = torch.where(greedy, no_token, error) | ~(temperature >= 0)
+        error = torch.where(greedy, no_token, error)
+        error |= ~((temperature >= 0) & (temperature < torch.inf))
         x.div_(temperature.masked_fill(greedy, 1.0)[:, None])
         point = torch.full_like(x, -torch.inf).scatter_(1, tokens[:, None], 0.0)
         x = torch.where(greedy[:, None], point, x)
@@ -68,9 +69,11 @@ def make_law(
     else:
         x.div_(temperature)
     weights = x.exp_()
-    use_k = not (is_off(top_k, 0) or is_off(top_k, -1))
-    if use_k or not is_off(top_p, 1.0):
-        weights = _keep_nucleus(weights, top_k if use_k else weights.shape[1], top_p)
+    use_k = isinstance(top_k, torch.Tensor) or 0 < top_k < weights.shape[1]
+    # the largest float32 below one
+    use_p = isinstance(top_p, torch.Tensor) or top_p <= 1 - 2**-24
+    if use_k or use_p:
+        weights = _keep_nucleus(weights, top_k if use_k else 0, top_p)
     if not is_off(min_p, 0.0):
         # the largest weight is 1
         floor = min_p[:, None] if isinstance(min_p, torch.Tensor) else min_p
@@ -105,13 +108,15 @@ def _keep_nucleus(
     """
     R, V = weights.shape
     k = torch.as_tensor(top_k, device=weights.device).expand(R)[:, None]
-    p = torch.as_tensor(top_p, dtype=torch.float64, device=weights.device).expand(R)[:, None]
+    # a number is rounded as a tensor would be, so that both cut at the same place
+    p = torch.as_tensor(top_p, dtype=torch.float32, device=weights.device)
+    p = p.double().expand(R)[:, None]
     has_k = (k > 0) & (k < V)
     unfiltered = ~has_k & (p >= 1)
     num_sorted = V
     if weights.device.type == "cpu":  # elsewhere looking at values would cost a sync: sort all
         num_sorted = min(V, max(_CANDIDATES, int((k * has_k).max()) + 1 if R else 0))
-    total = weights.sum(dim=-1, keepdim=True)
+    total = block_sums(weights).sum(dim=-1, keepdim=True)
     while True:
         values, ids = _largest(weights, num_sorted)
         kth = values.gather(1, (k - 1).clamp(0, num_sorted - 1)).masked_fill_(~has_k, 0.0)
@@ -131,6 +136,24 @@ def _keep_nucleus(
     return weights.zero_().scatter_(1, ids, kept)
 
 
+def block_sums(weights: torch.Tensor) -> torch.Tensor:
+    """Mass of each block of ``weights`` [R, V]: [R, number of blocks].
+
+    Every sum over a row goes through it: torch sums a lone row in another order than a batch.
+    """
+    num_full = weights.shape[1] // BLOCK
+    sums = weights[:, : num_full * BLOCK].unflatten(1, (num_full, BLOCK)).sum(dim=-1)
+    if weights.shape[1] % BLOCK:
+        tail = weights[:, num_full * BLOCK :].sum(dim=-1, keepdim=True)
+        sums = torch.cat([sums, tail], dim=1)
+    return sums
+
+
+def normalise_(weights: torch.Tensor) -> torch.Tensor:
+    """Divide each row by its mass, in place."""
+    return weights.div_(block_sums(weights).sum(dim=-1, keepdim=True))
+
+
 def draw(
     weights: torch.Tensor,
     seed: torch.Tensor,
@@ -143,22 +166,20 @@ def draw(
     Noise: four Gumbels to a counter; the entries of the chosen block have the counter indices
     below BLOCK / 4, the blocks those from there on. A row without mass gives 0.
     """
-    R, V = weights.shape
-    num_full = V // BLOCK
-    sums = weights[:, : num_full * BLOCK].unflatten(1, (num_full, BLOCK)).sum(dim=-1)
-    if V % BLOCK:
-        tail = weights[:, num_full * BLOCK :].sum(dim=-1, keepdim=True)
-        sums = torch.cat([sums, tail], dim=1)
+    V = weights.shape[1]
+    sums = block_sums(weights)
     num_blocks = sums.shape[1]
     lanes = min(V, BLOCK)
-    index = torch.arange(BLOCK // 4 + -(-num_blocks // 4), device=weights.device)
+    num_counters = -(-lanes // 4)
+    index = torch.arange(num_counters + -(-num_blocks // 4), device=weights.device)
+    if lanes < BLOCK:  # a small vocabulary skips the noise of entries that it has not
+        index[num_counters:] += BLOCK // 4 - num_counters
     step = step[:, None] if isinstance(step, torch.Tensor) else step
     words = philox4x32(seed[:, None], position[:, None], index, step, stream)
-    entry_noise, block_noise = to_gumbel(words.flatten(1)).split(
-        [BLOCK, index.numel() * 4 - BLOCK], 1
-    )
-    block = sums.log_().add_(block_noise[:, :num_blocks]).argmax(dim=-1)
+    noise = to_gumbel(words.flatten(1))
+    entry_noise, block_noise = noise[:, :lanes], noise[:, num_counters * 4 :][:, :num_blocks]
+    block = sums.log_().add_(block_noise).argmax(dim=-1)
     ids = block[:, None] * BLOCK + torch.arange(lanes, device=weights.device)
     chosen = weights.gather(1, ids.clamp(max=V - 1)).masked_fill_(ids >= V, 0.0)
-    lane = chosen.log_().add_(entry_noise[:, :lanes]).argmax(dim=-1)
+    lane = chosen.log_().add_(entry_noise).argmax(dim=-1)
     return block * BLOCK + lane

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ._launch import check_logits, check_sampling, per_row, pick_backend
-from ._law import Law, draw, is_off, make_law
+from ._law import GREEDY_TEMPERATURE, Law, draw, is_off, make_law, normalise_
 from ._philox import Stream
 
 
@@ -27,22 +27,24 @@ class SampleResult(NamedTuple):
 
 def law_of_rows(
     logits: torch.Tensor,
+    request: torch.Tensor,
+    num_requests: int,
     temperature: float | torch.Tensor,
     top_k: int | torch.Tensor,
     top_p: float | torch.Tensor,
     min_p: float | torch.Tensor,
 ) -> Law:
-    """The filtered law of ``logits`` [B, W, V] as [B * W, V]; parameters are scalar or [B]."""
-    B, W, _ = logits.shape
+    """The filtered law of ``logits`` [R, V]; parameters are numbers, or [B] with each row's
+    ``request`` [R] in [0, B)."""
 
     def rows(name: str, value: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
         # a number stays one: what is off then costs nothing, without reading the device
         if not isinstance(value, torch.Tensor):
             return value
-        return per_row(name, value, B, dtype, logits.device).repeat_interleave(W)
+        return per_row(name, value, num_requests, dtype, logits.device)[request]
 
     return make_law(
-        logits.flatten(0, 1),
+        logits,
         rows("temperature", temperature, torch.float32),
         rows("top_k", top_k, torch.int64),
         rows("top_p", top_p, torch.float32),
@@ -54,11 +56,15 @@ def sample_torch(
     logits, temperature, top_k, top_p, min_p, seed, position, step, stream, return_probs
 ) -> SampleResult:
     """The op in plain torch: its definition, the CPU path, and what kernels are compared with."""
-    law = law_of_rows(logits[:, None], temperature, top_k, top_p, min_p)
     B = logits.shape[0]
-    key = [per_row("", v, B, torch.int64, logits.device) for v in (seed, position, step)]
+    request = torch.arange(B, device=logits.device)
+    law = law_of_rows(logits, request, B, temperature, top_k, top_p, min_p)
+    key = [
+        per_row(name, value, B, torch.int64, logits.device)
+        for name, value in (("seed", seed), ("position", position), ("step", step))
+    ]
     tokens = draw(law.weights, *key, stream).masked_fill(law.error, 0)
-    probs = law.weights.div_(law.weights.sum(-1, keepdim=True)) if return_probs else None
+    probs = normalise_(law.weights) if return_probs else None
     return SampleResult(tokens, law.error, probs)
 
 
@@ -130,6 +136,8 @@ def filter_logits(
     x = logits.float()
     if all(map(is_off, (temperature, top_k, top_p, min_p), (1.0, 0, 1.0, 0.0))):
         return x
-    law = law_of_rows(logits[:, None], temperature, top_k, top_p, min_p)
+    request = torch.arange(len(x), device=x.device)
+    law = law_of_rows(logits, request, len(x), temperature, top_k, top_p, min_p)
     scale = per_row("temperature", temperature, logits.shape[0], torch.float32, logits.device)
+    scale = torch.where(scale < GREEDY_TEMPERATURE, 1.0, scale)  # one logit is left, as it is
     return (x / scale[:, None]).masked_fill(law.weights == 0, -torch.inf)

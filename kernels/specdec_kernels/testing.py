@@ -68,6 +68,14 @@ def reference_draw(weights: Array, seed: int, position: int, step: int, stream: 
 # ---- laws ----
 
 
+def one_hot(token: int, num_tokens: int) -> Array:
+    import numpy as np
+
+    law = np.zeros(num_tokens)
+    law[token] = 1
+    return law
+
+
 def reference_law(
     logits: Array,
     temperature: float = 1.0,
@@ -82,9 +90,9 @@ def reference_law(
     if np.isnan(x).any() or x.max() == -np.inf or not 0 <= temperature < np.inf:
         return None
     if temperature < 1e-5:
-        return np.eye(len(x))[int(np.argmax(x))]
+        return one_hot(int(np.argmax(x)), len(x))
     if x.max() == np.inf:
-        x = np.where(x == np.inf, 0, -np.inf)
+        return None
     p = np.exp((x - x.max()) / temperature)
     if 0 < top_k < len(p):
         p[p < np.sort(p)[-top_k]] = 0
@@ -213,7 +221,7 @@ def reference_chain(
     sampling = dict(sampling or {}, **({"temperature": 0.0} if method == "greedy" else {}))
     p = [reference_law(row, **sampling) for row in logits[: g + 1]]
     if q is None:
-        q = np.eye(V)[[x if 0 <= x < V else 0 for x in draft]]
+        q = [one_hot(x, V) for x in draft[:g]]
     by_ratio = method in ("token", "block")
     bad_q = [by_ratio and not 0 < q[i].sum() < np.inf for i in range(g)]
     last = next((i for i in range(g) if p[i] is None or bad_q[i]), g)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from ._launch import check_ids, check_logits, check_sampling, check_tensor, per_row, pick_backend
-from ._law import GREEDY_TEMPERATURE, Law, draw, greedy_tokens
+from ._law import GREEDY_TEMPERATURE, draw, greedy_tokens, normalise_
 from ._philox import Stream, philox4x32, to_uniform
 from .sample import law_of_rows
 
@@ -89,13 +89,11 @@ def _block_accept(p, q, p_x, ratio, g, uniforms):
     return num_accepted, _take(w, num_accepted)
 
 
-def _verify_by_ratio(law: Law, draft_tokens, q, g, seed, position, block: bool) -> ChainResult:
+def _verify_by_ratio(p, target_error, draft_tokens, q, g, seed, position, block) -> ChainResult:
     """Token and block: keep by u < p/q, correct from the residual."""
     B, K = draft_tokens.shape
-    W, V = K + 1, law.weights.shape[-1]
+    V = p.shape[-1]
     device = draft_tokens.device
-    p = law.weights.div_(law.weights.sum(dim=-1, keepdim=True)).view(B, W, V)
-    target_error = law.error.view(B, W)
     column = torch.arange(K, device=device)
 
     # a row that cannot be read ends the chain before it
@@ -145,8 +143,21 @@ def _verify_by_ratio(law: Law, draft_tokens, q, g, seed, position, block: bool) 
     return _finish(draft_tokens, num_accepted, next_token, error)
 
 
+class Rows(NamedTuple):
+    """Rows of logits, and whose they are."""
+
+    logits: torch.Tensor  # [R, V]
+    request: torch.Tensor  # [R] int64: the request of each row
+    offset: torch.Tensor  # [R] int64: which of its rows, 0 first
+    index: torch.Tensor | None  # [B, K + 1] int64: the row; None where that is their order
+
+    def by_request(self, x: torch.Tensor, num_requests: int) -> torch.Tensor:
+        """[R, ...] -> [B, K + 1, ...]"""
+        return x.unflatten(0, (num_requests, -1)) if self.index is None else x[self.index]
+
+
 def verify_chain_torch(
-    logits: torch.Tensor,
+    rows: Rows,
     draft_tokens: torch.Tensor,
     q: torch.Tensor | None,
     num_draft_tokens: torch.Tensor | None,
@@ -158,12 +169,12 @@ def verify_chain_torch(
 ) -> ChainResult:
     """The op in plain torch: its definition, the CPU path, and what kernels are compared with.
 
-    Padded layout; ``q`` [B, K, V] float32 probabilities or None.
+    ``draft_tokens`` is [B, K], ``q`` [B, K, V] float32 probabilities or None.
     """
-    B, W, V = logits.shape
-    K = W - 1
+    B, K = draft_tokens.shape
+    V = rows.logits.shape[-1]
     draft_tokens = draft_tokens.long()
-    column = torch.arange(K, device=logits.device)
+    column = torch.arange(K, device=draft_tokens.device)
     usable = (draft_tokens >= 0) & (draft_tokens < V)
     if num_draft_tokens is not None:
         usable = usable & (column < num_draft_tokens[:, None])
@@ -171,25 +182,24 @@ def verify_chain_torch(
     g = _accept_prefix(usable)
     usable = column < g[:, None]
 
-    if method == "greedy":
-        tokens, error = greedy_tokens(logits)
+    if method in ("greedy", "match"):
+        if method == "greedy":
+            tokens, error = greedy_tokens(rows.logits)
+        else:
+            law = law_of_rows(rows.logits, rows.request, B, *sampling)
+            at = position[rows.request] + rows.offset
+            tokens = draw(law.weights, seed[rows.request], at, 0, Stream.TARGET)
+            tokens, error = tokens.masked_fill(law.error, 0), law.error
+        tokens, error = rows.by_request(tokens, B), rows.by_request(error, B)
         return _verify_by_token(tokens, error, draft_tokens, usable & ~error[:, :K])
 
-    law = law_of_rows(logits, *sampling)
-    error = law.error.view(B, W)
+    law = law_of_rows(rows.logits, rows.request, B, *sampling)
+    p = rows.by_request(normalise_(law.weights), B)
+    error = rows.by_request(law.error, B)
     if method in NEEDS_Q:
-        return _verify_by_ratio(law, draft_tokens, q, g, seed, position, method == "block")
-
-    if method == "match":
-        positions = position[:, None] + torch.arange(W, device=logits.device)
-        tokens = draw(
-            law.weights, seed.repeat_interleave(W), positions.flatten(), 0, Stream.TARGET
-        ).masked_fill(law.error, 0)
-        tokens = tokens.view(B, W)
-        return _verify_by_token(tokens, error, draft_tokens, usable & ~error[:, :K])
+        return _verify_by_ratio(p, error, draft_tokens, q, g, seed, position, method == "block")
 
     eps, alpha = typical
-    p = law.weights.div_(law.weights.sum(dim=-1, keepdim=True)).view(B, W, V)
     floor = (alpha * torch.exp(-torch.special.entr(p[:, :K]).sum(dim=-1))).clamp(max=eps)
     p_x = p[:, :K].gather(2, draft_tokens.clamp(0, V - 1)[..., None]).squeeze(2)
     num_accepted = _accept_prefix(usable & ~error[:, :K] & (p_x > floor))
@@ -198,30 +208,36 @@ def verify_chain_torch(
     return _finish(draft_tokens, num_accepted, next_token.masked_fill(error, 0), error)
 
 
-def _unpack(target_logits, draft_tokens, draft, cu_logits, max_draft_tokens):
-    """Packed rows to padded ones: [T, V] -> [B, K + 1, V], and the counts."""
-    T = target_logits.shape[0]
-    B = cu_logits.shape[0] - 1
-    first, count = cu_logits[:-1].long(), cu_logits.diff().long() - 1
-    flat = draft_tokens.ndim == 1
-    K = max_draft_tokens
-    if K is None:
-        K = T - B if flat else draft_tokens.shape[1]
-    column = torch.arange(K + 1, device=target_logits.device)
-    rows = (first[:, None] + column).clamp(max=max(T - 1, 0))
-    logits = target_logits[rows]
-    if flat:
-        num = draft_tokens.shape[0]
-        # request b's drafts start b rows earlier than its logits: each request has one row more
-        index = first[:, None] - torch.arange(B, device=first.device)[:, None] + column[:K]
-        if num == 0:
-            draft_tokens = draft_tokens.new_full((B, K), -1)
-            draft = None if draft is None else draft.new_zeros(B, K, draft.shape[-1])
-        else:
-            index = index.clamp(max=num - 1)
-            draft_tokens = draft_tokens[index]
-            draft = None if draft is None else draft[index]
-    return logits, draft_tokens, draft, count
+def _padded_rows(logits: torch.Tensor) -> Rows:
+    """[B, K + 1, V]"""
+    B, W, _ = logits.shape
+    row = torch.arange(B * W, device=logits.device)
+    return Rows(logits.flatten(0, 1), row // W, row % W, None)
+
+
+def _packed_rows(logits: torch.Tensor, cu_logits: torch.Tensor, K: int) -> Rows:
+    """[T, V], request b's rows from cu_logits[b] on."""
+    T, B = logits.shape[0], cu_logits.shape[0] - 1
+    cu_logits = cu_logits.long()
+    row = torch.arange(T, device=logits.device)
+    # rows behind the last request are computed with it and never looked at
+    request = (torch.searchsorted(cu_logits, row, right=True) - 1).clamp(0, max(B - 1, 0))
+    column = torch.arange(K + 1, device=logits.device)
+    index = (cu_logits[:-1, None] + column).clamp(max=max(T - 1, 0))
+    return Rows(logits, request, row - cu_logits[request], index)
+
+
+def _padded_drafts(draft_tokens, draft, cu_logits, K: int):
+    """Packed drafts [N] and [N, V] to [B, K] and [B, K, V]."""
+    num, B = draft_tokens.shape[0], cu_logits.shape[0] - 1
+    if num == 0:
+        draft = None if draft is None else draft.new_zeros(B, K, draft.shape[-1])
+        return draft_tokens.new_full((B, K), -1), draft
+    # request b's drafts start b rows earlier than its logits: each request has one row more
+    first = cu_logits[:-1].long() - torch.arange(B, device=cu_logits.device)
+    index = first[:, None] + torch.arange(K, device=cu_logits.device)
+    index = index.clamp(max=num - 1)
+    return draft_tokens[index], None if draft is None else draft[index]
 
 
 def resolve_method(method: str, temperature: float | torch.Tensor, has_q: bool) -> str:
@@ -313,6 +329,8 @@ def verify_chain(
         B = cu_logits.shape[0] - 1
         if max_draft_tokens is not None and draft_tokens.ndim != 1:
             raise ValueError("max_draft_tokens: only with packed draft_tokens, got [B, K]")
+        if max_draft_tokens is not None and max_draft_tokens < 0:
+            raise ValueError(f"max_draft_tokens: expected a number >= 0, got {max_draft_tokens}")
         num_drafts = max(target_logits.shape[0] - B, 0)
         shape = (num_drafts,) if draft_tokens.ndim == 1 else (B, *draft_tokens.shape[1:2])
     else:
@@ -335,9 +353,13 @@ def verify_chain(
     if method not in NEEDS_Q:
         draft = None
     if packed:
-        target_logits, draft_tokens, draft, num_draft_tokens = _unpack(
-            target_logits, draft_tokens, draft, cu_logits, max_draft_tokens
-        )
+        num_draft_tokens = cu_logits.diff() - 1
+        if draft_tokens.ndim == 1:
+            K = num_drafts if max_draft_tokens is None else max_draft_tokens
+            draft_tokens, draft = _padded_drafts(draft_tokens, draft, cu_logits, K)
+        rows = _packed_rows(target_logits, cu_logits, draft_tokens.shape[1])
+    else:
+        rows = _padded_rows(target_logits)
     q = None
     if draft is not None:
         q = draft.float().softmax(dim=-1) if draft_logits is not None else draft.float()
@@ -345,7 +367,7 @@ def verify_chain(
             q = torch.nn.functional.pad(q, (0, V - q.shape[-1]))
     device = target_logits.device
     result = verify_chain_torch(
-        target_logits,
+        rows,
         draft_tokens,
         q,
         num_draft_tokens,
@@ -356,7 +378,8 @@ def verify_chain(
         (typical_eps, typical_alpha),
     )
     if packed:
+        empty = num_draft_tokens < 0
         return result._replace(
-            tokens=result.tokens.masked_fill((num_draft_tokens < 0)[:, None], -1)
+            tokens=result.tokens.masked_fill(empty[:, None], -1), error=result.error & ~empty
         )
     return result

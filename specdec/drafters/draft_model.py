@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specdec_kernels import Stream, sample
+from specdec_kernels import Stream, filter_logits, sample
 
 from ..model import CachedModel, check_length, check_model, vocab_size
 from ..vocab import check_vocabularies
@@ -24,14 +24,15 @@ class DraftModel(Drafter):
         greedy: draft by argmax also when the request samples; q is then one-hot.
         temperature, top_k, top_p, min_p: the draft's own options; default the request's, which
             accepts most. Whatever they are, q is the law drawn from.
-        confidence_threshold: stop drafting a row after a token whose q had no probability this
-            high. The token is kept: dropping it would bias the output. Costs one read of the device
-            per drafted token; 0 is off.
+        confidence_threshold: stop drafting a row after a token whose law (q; where that is one-hot,
+            the softmax it is the argmax of) had no probability this high. It goes by the law alone:
+            to drop a token because of what was drawn would bias the output. Costs one read of the
+            device per drafted token; 0 is off.
         tokenizer, target_tokenizer: if both are given, their vocabularies are compared.
 
     Raises:
-        ValueError: an option out of its range; at the start of a call: a model or vocabulary that
-            cannot serve.
+        ValueError: an option out of its range, a model that cannot serve; at the start of a call: a
+            vocabulary or a length that does not fit the target.
     """
 
     model: torch.nn.Module
@@ -51,7 +52,13 @@ class DraftModel(Drafter):
         if not 0 <= self.confidence_threshold <= 1:
             got = self.confidence_threshold
             raise ValueError(f"confidence_threshold: expected a number in [0, 1], got {got}")
+        filter_logits(torch.zeros(1, 1), **self.own_sampling())  # raises by name
         check_model(self.model, "draft model")
+
+    def own_sampling(self) -> dict:
+        """The sampling options that do not follow the request."""
+        names = ("temperature", "top_k", "top_p", "min_p")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def start(self, context: DraftContext) -> DraftModelSession:
         check_vocabularies(
@@ -66,20 +73,18 @@ class DraftModelSession(DraftSession):
         self._model = CachedModel(options.model, context.batch, context.capacity)
         self._options = options
         self._device = context.device
-        self._vocab = min(vocab_size(options.model), context.vocab_size)
+        self._last_id = vocab_size(options.model) - 1
+        self._vocab = min(self._last_id + 1, context.vocab_size)
         self._seeds = torch.tensor(context.seeds, device=self._model.device)
-        own = {
-            name: value
-            for name in ("temperature", "top_k", "top_p", "min_p")
-            if (value := getattr(options, name)) is not None
-        }
         # drafts that nobody will test against q are best when they are the likeliest
         sampled = (
             context.sampling.temperature > 0
             and not options.greedy
             and context.method in ("auto", "match", "token", "block")
         )
-        self._sampling = replace(context.sampling, **own) if sampled else Sampling()
+        self._sampling = Sampling()
+        if sampled:
+            self._sampling = replace(context.sampling, **options.own_sampling())
         # match accepts what equals the target's own draw: sharing its noise makes them agree
         self._coupled = context.method == "match"
         self.has_probs = sampled and not self._coupled
@@ -101,23 +106,28 @@ class DraftModelSession(DraftSession):
         if max(num) == 0:
             return None
         model = self._model
-        logits = model.extend([row[n:] for row, n in zip(rows, model.lengths, strict=True)])
+        # an id that only the target has, behind its tokenizer's, means nothing here: any will do
+        pending = [
+            [min(token, self._last_id) for token in row[n:]]
+            for row, n in zip(rows, model.lengths, strict=True)
+        ]
+        logits = model.extend(pending).values
         start = torch.tensor(self._committed, device=model.device)
         tokens, probs = [], []
         for step in range(max(num)):
-            drawn = self._draw(logits[:, -1, : self._vocab], start, step)
+            last = logits[:, -1, : self._vocab]
+            drawn = self._draw(last, start, step)
             tokens.append(drawn.tokens)
             probs.append(drawn.probs)
             self._drafted = [min(step + 1, n) for n in num]
             if self._options.confidence_threshold > 0:
-                confident = (
-                    drawn.probs.amax(dim=-1) >= self._options.confidence_threshold
-                ).tolist()
+                law = drawn.probs if self._sampling.temperature > 0 else last.float().softmax(-1)
+                confident = (law.amax(dim=-1) >= self._options.confidence_threshold).tolist()
                 num = [n if ok else min(n, step + 1) for n, ok in zip(num, confident, strict=True)]
             if step + 1 >= max(num):
                 break
             active = [int(n > step + 1) for n in num]
-            logits = model.extend([[]] * len(rows), drawn.tokens[:, None], active)
+            logits = model.extend([[]] * len(rows), drawn.tokens[:, None], active).values
         return Draft(
             torch.stack(tokens, dim=1).to(self._device),
             self._drafted,

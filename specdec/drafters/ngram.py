@@ -18,6 +18,8 @@ class NGram(Drafter):
     Args:
         num_draft_tokens: most tokens to copy; fewer when the text ends before.
         max_ngram, min_ngram: lengths of the context's end to look for.
+        adaptive: copy one token more than a row kept last time, and twice as many when it kept all
+            of them; else always ``num_draft_tokens``. Rejected tokens cost time, not exactness.
 
     Raises:
         ValueError: unless 1 <= min_ngram <= max_ngram and num_draft_tokens >= 1.
@@ -26,6 +28,7 @@ class NGram(Drafter):
     num_draft_tokens: int = 10
     max_ngram: int = 3
     min_ngram: int = 1
+    adaptive: bool = True
 
     def __post_init__(self):
         if self.num_draft_tokens < 1:
@@ -44,17 +47,28 @@ class NGramSession(DraftSession):
     def __init__(self, options: NGram, batch: int):
         self._options = options
         self._indices = [NGramIndex(options.min_ngram, options.max_ngram) for _ in range(batch)]
+        self._most = [options.num_draft_tokens] * batch
+        self._drafted = [0] * batch
 
     def propose(self, rows: Sequence[list[int]], limits: list[int]) -> Draft | None:
-        most = self._options.num_draft_tokens
         tokens = [
             index.lookup(row, min(most, limit))
-            for index, row, limit in zip(self._indices, rows, limits, strict=True)
+            for index, row, most, limit in zip(self._indices, rows, self._most, limits, strict=True)
         ]
+        self._drafted = [len(row) for row in tokens]
         return Draft(tokens) if any(tokens) else None
+
+    def observe(self, num_accepted: list[int]) -> None:
+        if self._options.adaptive:
+            for b, (drafted, kept) in enumerate(zip(self._drafted, num_accepted, strict=True)):
+                if drafted:
+                    most = 2 * max(kept, self._most[b]) if kept == drafted else kept + 1
+                    self._most[b] = min(most, self._options.num_draft_tokens)
 
     def keep(self, rows: list[int]) -> None:
         self._indices = [self._indices[b] for b in rows]
+        self._most = [self._most[b] for b in rows]
+        self._drafted = [self._drafted[b] for b in rows]
 
 
 class NGramIndex:
