@@ -218,7 +218,7 @@ class CachedModel:
         inside = torch.arange(columns.shape[1]) < torch.tensor(counts)[:, None]
         row, column = inside.nonzero(as_tuple=True)
         positions = torch.tensor(self.lengths)[row] + column
-        visible = int(positions.max()) + 1
+        visible = max(s + c for s, c in zip(self.lengths, counts, strict=True))
         self._cache.set_slots(row.to(self.device), positions.to(self.device), visible, packed=True)
         # slots of all rows, row by row within a slot
         slot = torch.arange(visible).repeat_interleave(len(counts))

@@ -24,7 +24,7 @@ def plot_bench(report: dict, path: str | Path) -> None:
     colours = {name: GREY if name == PLAIN else next(spare) for name in names}
     drafting = [name for name in names if groups[-1][1][name]["mean_accepted"] and name != PLAIN]
     bar = 0.8 / len(names)
-    height = 1.9 + len(groups) * max(0.5, 0.26 * len(names))
+    height = 1.8 + len(groups) * max(0.5, 0.22 * len(names))
     figure = Figure(figsize=(11, height), layout="constrained")
     FigureCanvasAgg(figure)
     speed, forward = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
@@ -61,8 +61,8 @@ def plot_bench(report: dict, path: str | Path) -> None:
             bars = forward.barh(rows, values, bar * 0.92, color=colours[name])
             forward.bar_label(bars, fmt="%.2f", padding=4, fontsize=7.5)
     speed.set_yticks(range(len(groups)), [label for label, _ in groups])
-    speed.invert_yaxis()
-    speed.margins(x=0.12, y=0.02)
+    speed.set_ylim(len(groups) - 0.5, -0.5)
+    speed.margins(x=0.12)
     speed.set_xlabel("speed (new tokens per second; bar: median, whisker: p20 to p80)")
     forward.set_xlabel("new tokens per forward of the target, bonus included")
     forward.axvline(1, color="#333333", linewidth=1, linestyle=":")
@@ -74,8 +74,7 @@ def plot_bench(report: dict, path: str | Path) -> None:
         axis.grid(axis="x", color="#DDDDDD", linewidth=0.6)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-        # the last group is the total
-        axis.axhline(len(groups) - 1.5, color="#333333", linewidth=0.8)
+        axis.axhline(len(report["kinds"]) - 0.5, color="#333333", linewidth=0.8)
     figure.suptitle(_title(report), fontsize=10)
     handles, labels = speed.get_legend_handles_labels()
     figure.legend(
@@ -91,14 +90,17 @@ def plot_bench(report: dict, path: str | Path) -> None:
 
 
 def _groups(report: dict) -> list[tuple[str, dict]]:
-    heavy = {unit["kind"]: unit["copy_heavy"] for unit in report["prompts"]}
-    return [
-        *(
-            (kind + COPY_HEAVY_MARK * heavy[kind], figures)
-            for kind, figures in report["kinds"].items()
-        ),
-        ("all", report["total"]),
+    """Labels and figures: the kinds, then what sums them up."""
+    heavy = {
+        kind: all(unit["copy_heavy"] for unit in report["prompts"] if unit["kind"] == kind)
+        for kind in report["kinds"]
+    }
+    groups = [
+        (kind + COPY_HEAVY_MARK * heavy[kind], figures) for kind, figures in report["kinds"].items()
     ]
+    if report["copy_heavy"] is not None and not all(heavy.values()):
+        groups.append(("copy-heavy" + COPY_HEAVY_MARK, report["copy_heavy"]))
+    return [*groups, ("all", report["total"])]
 
 
 def _title(report: dict) -> str:

@@ -27,7 +27,7 @@ FAMILIES = ["llama", "gpt2", "mistral", "gemma3"]  # rotary, learned, window, mi
 
 def slots(cached: CachedModel):
     """Keys and values of all layers, [B, slots, heads, dim] each."""
-    return [x for layer in cached._cache.layers for x in (layer.keys, layer.values)]
+    return [x.transpose(0, 1) for layer in cached._cache.layers for x in (layer.keys, layer.values)]
 
 
 def addresses(cached: CachedModel):
@@ -46,8 +46,10 @@ def from_scratch(model, tokens: list[int]):
 
 @torch.no_grad()
 def run(cached: CachedModel, tokens, drafts=None, num_drafts=None):
+    """Each row's logits, [W, V]."""
     drafts = None if drafts is None else torch.tensor(drafts)
-    return cached.extend(tokens, drafts, num_drafts)
+    logits = cached.extend(tokens, drafts, num_drafts)
+    return [logits.row(b) for b in range(len(cached.lengths))]
 
 
 def assert_holds(cached: CachedModel, texts: list[list[int]]) -> None:
@@ -74,7 +76,7 @@ def test_rollback_by_hand(family):
     first = run(cached, [texts[0][:4], texts[1][:9], texts[2][:1]])
     for b, n in enumerate((4, 9, 1)):
         expected = from_scratch(model, texts[b][:n])[0]
-        torch.testing.assert_close(first[b, -1], expected[-1], rtol=0, atol=1e-4)
+        torch.testing.assert_close(first[b][-1], expected[-1], rtol=0, atol=1e-4)
 
     # each row: one committed token, and drafts of which it keeps 2, 0 and 1
     drafts = [texts[0][5:7] + [3], [4, 5, -1], [texts[2][2], -1, -1]]
@@ -83,7 +85,7 @@ def test_rollback_by_hand(family):
     for b, text in enumerate([texts[0][:7] + [3], texts[1][:10] + [4, 5], texts[2][:3]]):
         num = (3, 2, 1)[b]
         expected = from_scratch(model, text)[0][-num - 1 :]
-        torch.testing.assert_close(logits[b, : num + 1], expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits[b][: num + 1], expected, rtol=0, atol=1e-4)
     cached.rollback([7, 10, 3])
     assert_holds(cached, [texts[0][:7], texts[1][:10], texts[2][:3]])
 
@@ -91,7 +93,7 @@ def test_rollback_by_hand(family):
     logits = run(cached, [texts[0][7:9], texts[1][10:11], []])
     for b, n in ((0, 9), (1, 11)):
         expected = from_scratch(model, texts[b][:n])[0]
-        torch.testing.assert_close(logits[b, -1], expected[-1], rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits[b][-1], expected[-1], rtol=0, atol=1e-4)
     assert_holds(cached, [texts[0][:9], texts[1][:11], texts[2][:3]])
     assert cached.widths == [9, 4, 2]
 
@@ -104,10 +106,14 @@ def test_equal_rows_need_no_index():
     assert cached._cache._write == slice(0, 4)
     run(cached, [[5], [6]], [[7], [8]])
     assert cached._cache._write == slice(4, 6)
-    run(cached, [[5], [6]], [[7], [-1]], [1, 0])
-    assert cached._cache._write.tolist() == [6, 7, 11 + 6, 11 + cached._cache.bin]
+    run(cached, [[5], []])
+    assert cached._cache._write.tolist() == [6 * 2, cached._cache.bin * 2 + 1]
     assert cached._cache.bin == 10
-    assert cached.lengths == [8, 7]
+    # two tokens and one, packed: slot by slot, and the rows within a slot
+    run(cached, [[5], [6]], [[7], [-1]], [1, 0])
+    assert cached._cache.packed
+    assert cached._cache._write.tolist() == [7 * 2, 8 * 2, 6 * 2 + 1]
+    assert cached.lengths == [9, 7]
 
 
 def test_unused_slots_are_finite_and_do_not_matter():
@@ -125,7 +131,7 @@ def test_unused_slots_are_finite_and_do_not_matter():
         outs.append(run(cached, [texts[0][6:7], texts[1][2:3]], [[3, 4], [5, -1]], [2, 1]))
         assert all(x.isfinite().all() for x in slots(cached))
     torch.testing.assert_close(outs[0][0], outs[1][0], rtol=0, atol=0)
-    torch.testing.assert_close(outs[0][1, :2], outs[1][1, :2], rtol=0, atol=0)
+    torch.testing.assert_close(outs[0][1][:2], outs[1][1][:2], rtol=0, atol=0)
 
 
 def test_keep_drops_the_others():
@@ -141,7 +147,7 @@ def test_keep_drops_the_others():
     logits = run(cached, [texts[1][7:8], texts[3][5:6]])
     for row, (b, n) in enumerate([(1, 8), (3, 6)]):
         expected = from_scratch(model, texts[b][:n])[0][-1]
-        torch.testing.assert_close(logits[row, -1], expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits[row][-1], expected, rtol=0, atol=1e-4)
     assert_holds(cached, [texts[1][:8], texts[3][:6]])
 
 
@@ -153,12 +159,12 @@ def test_keep_before_the_first_forward():
     prompt = random_prompts(5)
     logits = run(cached, prompt)
     expected = from_scratch(model, prompt[0])[0][-1]
-    torch.testing.assert_close(logits[0, -1], expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits[0][-1], expected, rtol=0, atol=1e-4)
 
 
 def test_capacity_is_exact():
     """The last position is a slot like any other; the bin is behind it."""
-    cache = RowCache(capacity=7, num_layers=1)
+    cache = RowCache(batch=1, capacity=7, num_layers=1)
     assert (cache.num_slots, cache.bin) == (8, 7)
     model = tiny_model(seed=1)
     cached = CachedModel(model, 2, 7)
@@ -264,10 +270,10 @@ def test_rounds_with_and_without_drafts_alternate():
 
 
 def count_head_rows(model) -> list[int]:
-    """Grows by how many positions of a row enter the language-model head, each forward."""
+    """Grows by how many positions enter the language-model head, each forward."""
     rows = []
     head = model.get_output_embeddings()
-    head.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
+    head.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[:-1].numel()))
     return rows
 
 
@@ -309,5 +315,5 @@ def test_prefill_in_chunks(family, kind, monkeypatch):
     ids, mask = left_pad(prompts)
     out = specdec.generate(model, ids, mask, drafter=drafter, max_new_tokens=10)
     path.check(out)
-    assert max(head) <= 5
+    assert max(head) <= 5 * len(prompts)
     assert max(out.stats.target_widths) <= 64 + 4

@@ -9,7 +9,7 @@ from specdec.processors import RowProcessors, process_round
 from specdec.testing import count_model, left_pad, make_drafter, tiny_model
 
 KINDS = ["none", "ngram", "self", "wrong", "noisy"]
-PROMPTS = [[5, 17, 9], [3, 41, 5, 3, 41, 8, 22, 3, 41], [60]]
+PROMPTS = [[5, 17, 9], [18, 73, 9, 33, 16, 64, 18, 73, 9], [60]]
 
 
 @pytest.fixture(scope="module")

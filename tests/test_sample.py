@@ -260,6 +260,7 @@ def test_law_of_flat_and_peaked_rows(backend, V):
         torch.zeros(V),
         torch.randn(V) * 1e-3,
         torch.randn(V),
+        torch.randn(V).sort().values,  # the largest at the very end
         torch.randn(V) * 30,
         -torch.arange(V) * 1e-4,
         -torch.arange(V) * 0.01,

@@ -8,7 +8,7 @@ import specdec
 from specdec.testing import count_model, left_pad, make_drafter, tiny_model
 
 KINDS = ["none", "ngram", "self", "wrong", "noisy"]
-PROMPTS = [[5, 17, 9], [3, 41, 5, 3, 41, 8, 22, 3, 41], [60]]
+PROMPTS = [[5, 17, 9], [18, 73, 9, 33, 16, 64, 18, 73, 9], [60]]
 NEW = 14
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.95, "min_p": 0.01}
 # sum of rounding in another shape of forward

@@ -13,10 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from .bench import bench
-from .demo import demo
-from .generate import generate
-from .info import info, speedup
+from . import bench, demo, generate, info
 
 
 class OneLineErrors(TyperGroup):
@@ -55,7 +52,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Speculative decoding for Hugging Face causal language models.",
 )
-for command in (generate, bench, demo, info, speedup):
+for command in (generate.generate, bench.bench, demo.demo, info.info, info.speedup):
     app.command()(command)
 
 

@@ -88,7 +88,6 @@ class DraftModelSession(DraftSession):
         # match accepts what equals the target's own draw: sharing its noise makes them agree
         self._coupled = context.method == "match"
         self.has_probs = sampled and not self._coupled
-        self._drafted = [0] * context.batch
         self._committed = [0] * context.batch
 
     @property
@@ -102,7 +101,6 @@ class DraftModelSession(DraftSession):
     def propose(self, rows: Sequence[list[int]], limits: list[int]) -> Draft | None:
         num = [max(0, min(self._options.num_draft_tokens, limit)) for limit in limits]
         self._committed = [len(row) for row in rows]
-        self._drafted = [0] * len(rows)
         if max(num) == 0:
             return None
         model = self._model
@@ -119,7 +117,6 @@ class DraftModelSession(DraftSession):
             drawn = self._draw(last, start, step)
             tokens.append(drawn.tokens)
             probs.append(drawn.probs)
-            self._drafted = [min(step + 1, n) for n in num]
             if self._options.confidence_threshold > 0:
                 law = drawn.probs if self._sampling.temperature > 0 else last.float().softmax(-1)
                 confident = (law.amax(dim=-1) >= self._options.confidence_threshold).tolist()
@@ -130,7 +127,7 @@ class DraftModelSession(DraftSession):
             logits = model.extend([[]] * len(rows), drawn.tokens[:, None], active).values
         return Draft(
             torch.stack(tokens, dim=1).to(self._device),
-            self._drafted,
+            num,
             torch.stack(probs, dim=1).to(self._device) if self.has_probs else None,
         )
 
@@ -152,17 +149,10 @@ class DraftModelSession(DraftSession):
 
     def observe(self, num_accepted: list[int]) -> None:
         # the last drafted token was never fed, so it is fed next time even when it was kept
-        self._model.rollback(
-            [
-                min(length, committed + min(kept, max(drafted - 1, 0)))
-                for length, committed, kept, drafted in zip(
-                    self._model.lengths, self._committed, num_accepted, self._drafted, strict=True
-                )
-            ]
-        )
+        fed = zip(self._model.lengths, self._committed, num_accepted, strict=True)
+        self._model.rollback([min(length, start + kept) for length, start, kept in fed])
 
     def keep(self, rows: list[int]) -> None:
         self._model.keep(rows)
         self._seeds = self._seeds[rows]
-        self._drafted = [self._drafted[b] for b in rows]
         self._committed = [self._committed[b] for b in rows]
