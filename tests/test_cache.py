@@ -67,9 +67,11 @@ def assert_holds(cached: CachedModel, texts: list[list[int]]) -> None:
 # ---- CachedModel, by hand ----
 
 
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rollback_by_hand(family):
+def test_rollback_by_hand(family, packed, monkeypatch):
     """Rows of uneven length draft, lose some, go on: logits and slots as without the detour."""
+    monkeypatch.setattr(CachedModel, "_packs", lambda *args: packed)
     model = tiny_model(family, seed=1)
     texts = random_prompts(30, 30, 30)
     cached = CachedModel(model, 3, 40)
@@ -81,7 +83,8 @@ def test_rollback_by_hand(family):
     # each row: one committed token, and drafts of which it keeps 2, 0 and 1
     drafts = [texts[0][5:7] + [3], [4, 5, -1], [texts[2][2], -1, -1]]
     logits = run(cached, [texts[0][4:5], texts[1][9:10], texts[2][1:2]], drafts, [3, 2, 1])
-    assert logits.shape == (3, 4, 97)
+    assert cached._cache.packed == packed
+    assert [len(row) for row in logits] == ([4, 3, 2] if packed else [4, 4, 4])
     for b, text in enumerate([texts[0][:7] + [3], texts[1][:10] + [4, 5], texts[2][:3]]):
         num = (3, 2, 1)[b]
         expected = from_scratch(model, text)[0][-num - 1 :]
@@ -95,7 +98,7 @@ def test_rollback_by_hand(family):
         expected = from_scratch(model, texts[b][:n])[0]
         torch.testing.assert_close(logits[b][-1], expected[-1], rtol=0, atol=1e-4)
     assert_holds(cached, [texts[0][:9], texts[1][:11], texts[2][:3]])
-    assert cached.widths == [9, 4, 2]
+    assert cached.widths == [9, 4 + 3 + 2 if packed else 4, 2]
 
 
 def test_equal_rows_need_no_index():
@@ -220,16 +223,17 @@ class Inspector(Drafter):
         return Session()
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_committed_slots_are_those_of_one_forward(family, seed, witness):
+def test_committed_slots_are_those_of_one_forward(family, packed, witness, monkeypatch):
     """Between rounds that kept none, some and all drafts, the cache has all but the last token."""
+    monkeypatch.setattr(CachedModel, "_packs", lambda *args: packed)
     model = tiny_model(family, seed=1)
     prompts = random_prompts(3, 9, 1)
     path = greedy_path(model, prompts, 20)
     texts = [p + new for p, new in zip(prompts, path.tokens, strict=True)]
     ids, mask = left_pad(prompts)
-    drafter = Inspector(Oracle(texts, seed=seed), witness)
+    drafter = Inspector(Oracle(texts), witness)
     out = specdec.generate(model, ids, mask, drafter=drafter, max_new_tokens=20)
     assert out.sequences[:, ids.shape[1] :].tolist() == path.tokens
     assert len(out.stats.target_widths) > 6
@@ -315,5 +319,8 @@ def test_prefill_in_chunks(family, kind, monkeypatch):
     ids, mask = left_pad(prompts)
     out = specdec.generate(model, ids, mask, drafter=drafter, max_new_tokens=10)
     path.check(out)
+    num_chunks = 4  # of 64 tokens, then what is left of the longest prompt
+    assert head[:num_chunks] == [len(prompts)] * num_chunks
     assert max(head) <= 5 * len(prompts)
+    assert out.stats.target_widths[:num_chunks] == [64] * num_chunks
     assert max(out.stats.target_widths) <= 64 + 4

@@ -1,5 +1,5 @@
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from specdec.text import encode_prompts, segments
@@ -39,6 +39,16 @@ def test_template(tokenizer):
     assert encode_prompts(tokenizer, ["hi"])["input_ids"].tolist() == [encode(tokenizer, "hi")]
     with pytest.raises(ValueError, match="chat: the tokenizer has no chat template"):
         encode_prompts(tokenizer, ["hi"], chat=True)
+
+
+def test_special_tokens_once(tokenizer):
+    """The tokenizer adds its own, except behind a template, which has written them."""
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<end> $A", special_tokens=[("<end>", 1)]
+    )
+    assert encode_prompts(tokenizer, ["hi"])["input_ids"][0, 0] == 1
+    tokenizer.chat_template = "<end>{{ messages[0].content }}"
+    assert encode_prompts(tokenizer, ["hi"])["input_ids"].tolist()[0].count(1) == 1
 
 
 def test_without_padding_token(tokenizer):
