@@ -26,10 +26,10 @@ demo: model ## a prompt answered plainly and speculatively, side by side
 	$(BIN)/specdec demo
 
 test: $(INSTALLED) ## the default tests
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
 
 test-all: $(INSTALLED) ## and the slow ones
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: $(INSTALLED) ## ruff
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -113,3 +114,7 @@ def _check_answer(model, tokenizer) -> None:
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     if "Paris" not in answer:
         raise OSError(f"{NAME}: the converted model answers {answer!r} where Paris is right")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{smollm2_path()}\n")

@@ -276,7 +276,7 @@ def test_other_errors_are_one_line(folder, other_vocabulary, tmp_path, monkeypat
         (["generate", tmp_path / "empty", "-p", "x"], 1, "empty"),
         (["generate", folder, "-p", "x", "--draft-model", other_vocabulary], 1, "tokenizer"),
         (["bench", folder, "--prompts", tmp_path / "bad.json"], 1, "item 1: unknown key 'txt'"),
-        (["bench", folder, "--kinds", "poems"], 1, "--kinds: expected some of quotes"),
+        (["bench", folder, "--kinds", "poems"], 1, "--kinds: expected some of quote"),
         (["bench", folder, "--drafter", "draft"], 1, "needs --draft-model"),
         (["bench", folder, "--repeats", "0"], 2, "--repeats"),
         (["bench", folder, "--out", tmp_path / "file"], 2, "--out"),

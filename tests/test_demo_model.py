@@ -1,5 +1,7 @@
 import importlib.metadata
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -39,6 +41,17 @@ def test_cache_directory(monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", useless)
         expected = tmp_path / "home" / ".cache" / "specdec" / "smollm2-135m-instruct"
         assert cached_path() == expected
+
+
+def test_as_a_module_it_prints_the_folder(monkeypatch, tmp_path):
+    """What `make model` runs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cached_path().mkdir(parents=True)
+    (cached_path() / "config.json").write_text("{}")
+    done = subprocess.run(
+        [sys.executable, "-m", "specdec.demo_model"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, f"{cached_path()}\n")
 
 
 def test_missing_wheel_names_the_command(monkeypatch, tmp_path):

@@ -233,7 +233,7 @@ def _next_token_from(logits_row):
 
     def verify(logits, draft_tokens, **kwargs):
         result = verify_chain(logits, draft_tokens, **kwargs)
-        column = logits_row(result.num_accepted, kwargs["num_draft_tokens"])
+        column = logits_row(result.num_accepted, (draft_tokens >= 0).sum(dim=1))
         rows = torch.arange(len(column))
         drawn = sample(
             logits[rows, column.clamp(0, logits.shape[1] - 1)],

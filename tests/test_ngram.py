@@ -116,6 +116,19 @@ def test_bad_options(options, message):
 # ---- in the loop ----
 
 
+def context(batch: int) -> specdec.DraftContext:
+    return specdec.DraftContext(
+        target=None,
+        batch=batch,
+        capacity=20_000,
+        vocab_size=300,
+        device=torch.device("cpu"),
+        sampling=Sampling(),
+        method="auto",
+        seeds=[0] * batch,
+    )
+
+
 def test_rows_have_indices_of_their_own():
     """A row finds nothing in its neighbour's text, also after rows were dropped."""
     model = count_model()
@@ -154,17 +167,7 @@ def test_a_long_history_costs_nothing():
     """L1: 16k tokens, under a millisecond a round; the text is indexed once, by the first."""
     rng = random.Random(0)
     tokens = rng.choices(range(300), k=16_000)
-    context = specdec.DraftContext(
-        target=None,
-        batch=1,
-        capacity=20_000,
-        vocab_size=300,
-        device=torch.device("cpu"),
-        sampling=Sampling(),
-        method="auto",
-        seeds=[0],
-    )
-    session = specdec.NGram().start(context)
+    session = specdec.NGram().start(context(batch=1))
     session.propose([tokens], [10])
     seconds, hits = [], 0
     for _ in range(50):
@@ -175,3 +178,32 @@ def test_a_long_history_costs_nothing():
         hits += draft is not None
     assert hits > 40
     assert statistics.median(seconds) < 1e-3
+
+
+def test_drafts_follow_what_was_kept():
+    """One more than was kept; twice as many once all were; never more than asked for."""
+    text = list(range(20)) * 2
+
+    def lengths(kept, **options):
+        session = specdec.NGram(8, **options).start(context(batch=1))
+        drafted = []
+        for num in (*kept, 0):
+            draft = session.propose([text], [100])
+            drafted.append(len(draft.tokens[0]))
+            session.observe([num])
+        return drafted
+
+    assert lengths([3, 4, 0, 1, 1, 2, 4]) == [8, 4, 8, 1, 2, 2, 4, 8]
+    assert lengths([3, 0, 1], adaptive=False) == [8] * 4
+
+
+def test_drafts_of_each_row_follow_its_own():
+    """Also after a round without a draft, which says nothing, and after a row has gone."""
+    text = list(range(20)) * 2
+    session = specdec.NGram(8).start(context(batch=3))
+    session.propose([text] * 3, [100] * 3)
+    session.observe([0, 8, 3])
+    session.propose([[1, 2], text, [3, 4]], [100] * 3)
+    session.observe([0, 8, 0])
+    session.keep([0, 2])
+    assert [len(row) for row in session.propose([text] * 2, [100] * 2).tokens] == [1, 4]

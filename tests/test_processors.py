@@ -5,6 +5,7 @@ import torch
 from transformers import LogitsProcessor
 
 import specdec
+from specdec.model import RowLogits
 from specdec.processors import RowProcessors, process_round
 from specdec.testing import count_model, left_pad, make_drafter, tiny_model
 
@@ -279,7 +280,8 @@ def test_a_grammar_without_way_out_is_an_error(count):
 # the module by itself
 
 
-def test_process_round_by_hand():
+@pytest.mark.parametrize("packed", [False, True])
+def test_process_round_by_hand(packed):
     """Row 0 stops at a forbidden draft, row 1 at a drafted end, row 2 at an id outside."""
     asked = []
 
@@ -287,13 +289,15 @@ def test_process_round_by_hand():
         asked.append(ids.tolist())
         return scores.index_fill(1, torch.tensor([4]), -torch.inf)
 
-    logits = torch.zeros(3, 4, 6, dtype=torch.bfloat16)
+    shape, starts = ((11, 6), [0, 4, 8, 11]) if packed else ((3, 4, 6), None)
+    logits = RowLogits(torch.zeros(shape, dtype=torch.bfloat16), starts)
     processors = [RowProcessors([forbid_four], row, 3) for row in range(3)]
     drafts = [[1, 4, 2], [5, 1, 2], [3, 9]]
     scores, counts = process_round(logits, processors, [[0], [0, 0], [2]], drafts, frozenset({5}))
     assert counts == [2, 1, 2]
     assert asked == [[[0]], [[0, 1]], [[0, 0]], [[2]], [[2, 3]]]
-    assert scores.dtype == torch.float32
-    assert scores[0, :2, 4].tolist() == [-torch.inf] * 2
-    assert scores[0, 2:].eq(0).all()
-    assert not logits.any()
+    assert scores.values.dtype == torch.float32
+    for row, processed in enumerate((2, 1, 2)):
+        assert scores.row(row)[:processed, 4].isneginf().all()
+        assert scores.row(row)[processed:].eq(0).all()
+    assert not logits.values.any()

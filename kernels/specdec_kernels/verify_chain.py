@@ -151,9 +151,9 @@ class Rows(NamedTuple):
     offset: torch.Tensor  # [R] int64: which of its rows, 0 first
     index: torch.Tensor | None  # [B, K + 1] int64: the row; None where that is their order
 
-    def by_request(self, x: torch.Tensor, num_requests: int) -> torch.Tensor:
-        """[R, ...] -> [B, K + 1, ...]"""
-        return x.unflatten(0, (num_requests, -1)) if self.index is None else x[self.index]
+    def by_request(self, x: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        """[R, ...] -> [B, K + 1, ...]; ``shape`` is [B, K + 1]."""
+        return x.unflatten(0, shape) if self.index is None else x[self.index]
 
 
 def verify_chain_torch(
@@ -172,7 +172,7 @@ def verify_chain_torch(
     ``draft_tokens`` is [B, K], ``q`` [B, K, V] float32 probabilities or None.
     """
     B, K = draft_tokens.shape
-    V = rows.logits.shape[-1]
+    V, shape = rows.logits.shape[-1], (B, K + 1)
     draft_tokens = draft_tokens.long()
     column = torch.arange(K, device=draft_tokens.device)
     usable = (draft_tokens >= 0) & (draft_tokens < V)
@@ -190,12 +190,11 @@ def verify_chain_torch(
             at = position[rows.request] + rows.offset
             tokens = draw(law.weights, seed[rows.request], at, 0, Stream.TARGET)
             tokens, error = tokens.masked_fill(law.error, 0), law.error
-        tokens, error = rows.by_request(tokens, B), rows.by_request(error, B)
+        tokens, error = rows.by_request(tokens, shape), rows.by_request(error, shape)
         return _verify_by_token(tokens, error, draft_tokens, usable & ~error[:, :K])
 
     law = law_of_rows(rows.logits, rows.request, B, *sampling)
-    p = rows.by_request(normalise_(law.weights), B)
-    error = rows.by_request(law.error, B)
+    p, error = rows.by_request(normalise_(law.weights), shape), rows.by_request(law.error, shape)
     if method in NEEDS_Q:
         return _verify_by_ratio(p, error, draft_tokens, q, g, seed, position, method == "block")
 
