@@ -113,6 +113,7 @@ def _title(report: dict) -> str:
             if options.get(name)
         )
         how = f"sampled ({how})"
+    repeats = f"{report['repeats']} repeat{'' if report['repeats'] == 1 else 's'}"
     device = report["device"]
     where = device["name"]
     if device["device"] == "cpu":
@@ -120,5 +121,5 @@ def _title(report: dict) -> str:
     return (
         f"{report['model']}, {report['dtype']}, on {where}\n"
         f"{how}, at most {options['max_new_tokens']} new tokens, batch size "
-        f"{report['batch_size']}, {report['repeats']} repeats"
+        f"{report['batch_size']}, {repeats}"
     )

@@ -54,25 +54,21 @@ def philox4x32(
     # next the halves change places, so every second round has them, and the constants, reversed
     pair = [-1] + [1] * seed.ndim
     multiplier = seed.new_tensor(_MULTIPLIERS).view(pair)
-    multipliers = [(m, m & 0xFFFF, m >> 16) for m in (multiplier, multiplier.flip(0))]
+    multipliers = (multiplier, multiplier.flip(0))
     key = torch.stack([seed & _MASK, (seed >> 32) & _MASK])
     rounds = torch.arange(10, device=seed.device).view([-1, 1] + pair[1:])
     keys = (key + rounds * seed.new_tensor(_WEYL).view(pair)) & _MASK
+    keys = (keys.flip(1).unbind(), keys.unbind())
     even = torch.stack([position, step]) & _MASK  # words 0 and 2
     odd = torch.stack([index & _MASK, torch.full_like(index, int(stream))])  # words 1 and 3
     for i in range(10):
-        whole, low, high = multipliers[i % 2]
-        # the high word of a 64-bit product, within signed int64
-        top = even * low
-        top >>= 16
-        top += even * high
-        top >>= 16
-        bottom = even * whole
-        bottom &= _MASK
-        top[0] ^= odd[1]
-        top[1] ^= odd[0]
-        top ^= keys[i] if i % 2 else keys[i].flip(0)
-        even, odd = top, bottom
+        # all 64 bits of the product, whatever its sign
+        product = even * multipliers[i % 2]
+        even = product >> 32
+        even ^= odd.flip(0)
+        even ^= keys[i % 2][i]
+        even &= _MASK
+        odd = product.bitwise_and_(_MASK)
     return torch.stack([even[0], odd[0], even[1], odd[1]], dim=-1)
 
 

@@ -22,7 +22,7 @@ from .common import (
     yes_no,
 )
 
-PROMPT = "rewrite-3"
+PROMPT = "code-edit-1"
 
 
 def demo(

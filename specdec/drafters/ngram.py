@@ -18,8 +18,9 @@ class NGram(Drafter):
     Args:
         num_draft_tokens: most tokens to copy; fewer when the text ends before.
         max_ngram, min_ngram: lengths of the context's end to look for.
-        adaptive: copy one token more than a row kept last time, and twice as many when it kept all
-            of them; else always ``num_draft_tokens``. Rejected tokens cost time, not exactness.
+        adaptive: after a miss copy half as many tokens (at least 2, and one more than were kept),
+            after a full hit twice as many; else always ``num_draft_tokens``. Rejected tokens cost
+            time, not exactness.
 
     Raises:
         ValueError: unless 1 <= min_ngram <= max_ngram and num_draft_tokens >= 1.
@@ -62,7 +63,8 @@ class NGramSession(DraftSession):
         if self._options.adaptive:
             for b, (drafted, kept) in enumerate(zip(self._drafted, num_accepted, strict=True)):
                 if drafted:
-                    most = 2 * max(kept, self._most[b]) if kept == drafted else kept + 1
+                    most = self._most[b]
+                    most = 2 * most if kept == drafted else max(2, kept + 1, most // 2)
                     self._most[b] = min(most, self._options.num_draft_tokens)
 
     def keep(self, rows: list[int]) -> None:
