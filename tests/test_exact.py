@@ -58,11 +58,17 @@ def reference(family, attention, lengths, num_new=NUM_NEW):
 # ---- greedy ----
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def matrix():
+    """All of it; of eager attention, which has the same masks, some only among the slow tests."""
+    for attention in ("sdpa", "eager"):
+        for kind, num_drafts in [("none", 0), *((kind, k) for kind in KINDS for k in NUM_DRAFTS)]:
+            slow = attention == "eager" and num_drafts in (1, 3, 5)
+            marks = [pytest.mark.slow] if slow else []
+            yield pytest.param(kind, num_drafts, attention, marks=marks)
+
+
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize(
-    "kind, num_drafts", [("none", 0), *((kind, k) for kind in KINDS for k in NUM_DRAFTS)]
-)
+@pytest.mark.parametrize("kind, num_drafts, attention", [*matrix()])
 def test_greedy_is_generate(kind, num_drafts, length, attention):
     prompts, path = reference("llama", attention, (length,))
     drafter = make_drafter(kind, num_drafts, attention=attention)
@@ -216,11 +222,10 @@ def plain_samples(lengths, num_new=NUM_NEW):
 @pytest.mark.parametrize("kind", KINDS)
 def test_match_is_plain_sampling(kind, num_drafts):
     """Alone and in a batch, whatever is drafted."""
-    lengths = (3, 9, 1, 14)
-    prompts, rows = plain_samples(lengths)
+    prompts, rows = plain_samples((3, 9, 1, 14))
     target, drafter = models()["target"], make_drafter(kind, num_drafts)
     options = {"drafter": drafter, "method": "match", "max_new_tokens": NUM_NEW, **SAMPLING}
-    for seed, prompt in enumerate(prompts):
+    for seed, prompt in enumerate(prompts[:2]):
         out = specdec.generate(target, torch.tensor([prompt]), seed=seed, **options)
         assert out.sequences[0, len(prompt) :].tolist() == rows[seed]
     ids, mask = left_pad(prompts, extra=2)
