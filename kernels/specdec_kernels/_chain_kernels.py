@@ -81,6 +81,139 @@ def write_result(
 
 
 @triton.jit
+def finish_row(
+    tokens_ptr,
+    num_accepted_ptr,
+    error_ptr,
+    stride_ob,
+    draft_max_ptr,
+    draft_sum_ptr,
+    row_max_ptr,
+    row_sum_ptr,
+    row_p_ptr,
+    row_q_ptr,
+    row_qmax_ptr,
+    row_qsum_ptr,
+    row_token_ptr,
+    row_flag_ptr,
+    request_counter_ptr,
+    x_row,
+    stride_tv,
+    y_row,
+    stride_dv,
+    d_row,
+    stride_xk,
+    seed,
+    position,
+    step,
+    typical_eps,
+    typical_alpha,
+    row,
+    b,
+    i,
+    n,
+    K,
+    num_v,
+    num_draft_v,
+    num_blocks,
+    num_chunks,
+    weight,
+    w_log_w,
+    m,
+    inverse_t,
+    greedy,
+    tau,
+    min_keep,
+    error,
+    MODE: tl.constexpr,
+    DRAFT: tl.constexpr,
+    STREAM: tl.constexpr,
+    SEED_TENSOR: tl.constexpr,
+    POSITION_TENSOR: tl.constexpr,
+    STEP_TENSOR: tl.constexpr,
+    NBP: tl.constexpr,
+    SP: tl.constexpr,
+    KP: tl.constexpr,
+):
+    """What follows once a row's weights are known: its token, or its p(x) and q(x)."""
+    s = parameter(seed, b, SEED_TENSOR)
+    p0 = parameter(position, b, POSITION_TENSOR)
+    total = tl.where(greedy, 1.0, tl.sum(weight, axis=0))
+    tl.store(row_max_ptr + row, m)
+    tl.store(row_sum_ptr + row, total)
+    flag = tl.where(error, BAD_TARGET, 0)
+    token = tl.to_tensor(0)
+    if MODE != "ratio" or greedy:
+        step_b = parameter(step, b, STEP_TENSOR)
+        chosen = pick_block(weight, greedy, s, p0 + i, step_b, STREAM, NBP)
+        x, ids = load_block(x_row, stride_tv, tl.minimum(chosen, num_blocks - 1), num_v)
+        w = weight_of(x, ids, m, inverse_t, greedy, tau, min_keep)
+        token = pick_entry(w, ids, greedy, s, p0 + i, step_b, STREAM)
+        token = tl.where(error, 0, tl.minimum(token, num_v - 1))
+        tl.store(row_token_ptr + row, token)
+    if (MODE != "match") and (i < n):
+        d = tl.load(d_row + i * stride_xk).to(tl.int64)
+        known = (d >= 0) & (d < num_v)
+        d = tl.where(known, d, 0)
+        x_d = tl.load(x_row + d * stride_tv).to(tl.float32)
+        p = tl.div_rn(weight_of(x_d, d, m, inverse_t, False, tau, min_keep), total)
+        p = tl.where(greedy, (d == token).to(tl.float32), p)
+        if MODE == "typical":
+            entropy = tl.where(greedy, 0.0, tl.log(total) - tl.div_rn(w_log_w, total))
+            floor = tl.minimum(typical_alpha * tl.exp(-entropy), typical_eps)
+            tl.store(row_p_ptr + row, (known & (p > floor)).to(tl.float32))
+        else:
+            q = 1.0
+            if DRAFT == "logits":
+                c = tl.arange(0, SP)
+                at = row * num_chunks + c
+                inside = c < num_chunks
+                y_tops = tl.load(draft_max_ptr + at, mask=inside, other=-INF, cache_modifier=".cg")
+                y_sums = tl.load(draft_sum_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
+                y_max = tl.max(y_tops, axis=0)
+                y_sum = tl.sum(tl.exp(y_tops - y_max) * y_sums, axis=0)
+                tl.store(row_qmax_ptr + row, y_max)
+                tl.store(row_qsum_ptr + row, y_sum)
+                y_d = tl.load(y_row + d * stride_dv, mask=d < num_draft_v, other=-INF)
+                q = tl.div_rn(tl.exp(y_d.to(tl.float32) - y_max), y_sum)
+            if DRAFT == "probs":
+                q = tl.load(y_row + d * stride_dv, mask=d < num_draft_v, other=0.0).to(tl.float32)
+            flag = flag | tl.where((q != q) | (tl.abs(q) == INF), BAD_DRAFT, 0)
+            tl.store(row_p_ptr + row, p)
+            tl.store(row_q_ptr + row, q)
+    tl.store(row_flag_ptr + row, flag)
+    if MODE != "ratio":
+        if last_to_arrive(request_counter_ptr + b, n + 1):
+            k = tl.arange(0, KP)
+            drafts = tl.load(d_row + k * stride_xk, mask=k < n, other=-1).to(tl.int64)
+            at_k = row - i + k
+            own = tl.load(row_token_ptr + at_k, mask=k <= n, other=-1, cache_modifier=".cg")
+            bad = tl.load(row_flag_ptr + at_k, mask=k <= n, other=0, cache_modifier=".cg")
+            fits = drafts == own
+            if MODE == "typical":
+                passed = tl.load(row_p_ptr + at_k, mask=k < n, other=0.0, cache_modifier=".cg")
+                fits = passed > 0
+            accepted = tl.min(tl.where(fits & (k < n) & (bad == 0), KP, k), axis=0)
+            here = k == accepted
+            next_token = tl.sum(tl.where(here, own, 0), axis=0)
+            is_bad = tl.sum(tl.where(here, bad, 0), axis=0) > 0
+            write_result(
+                tokens_ptr,
+                num_accepted_ptr,
+                error_ptr,
+                stride_ob,
+                drafts,
+                b,
+                accepted,
+                next_token,
+                is_bad,
+                True,
+                K,
+                KP,
+            )
+
+
+@triton.jit
 def rows_kernel(
     tokens_ptr,
     num_accepted_ptr,
@@ -150,7 +283,6 @@ def rows_kernel(
     b = row // rows_per_request
     i = (row % rows_per_request).to(tl.int32)
     n, first = count_drafts(cu_ptr, num_draft_ptr, b, K, PACKED, RAGGED)
-    k = tl.arange(0, KP)
     if PACKED:
         if (n < 0) & (i == 0) & (chunk == 0):
             none = tl.zeros([KP], tl.int64)
@@ -190,14 +322,10 @@ def rows_kernel(
         z = (x - base[:, None]) * inverse_t
         wlogw = tl.sum(tl.where(x > -INF, tl.exp(z) * z, 0.0), axis=1)
         tl.store(block_wlogw_ptr + stat, wlogw, mask=block < num_blocks)
-    if FLAT:
-        draft_index = (first - b + i) * stride_dk
-        token_index = (first - b) * stride_xk
-    else:
-        draft_index = b * stride_db + i * stride_dk
-        token_index = b * stride_xb
+    y_row = draft_ptr + ((first - b + i) * stride_dk if FLAT else b * stride_db + i * stride_dk)
+    d_row = draft_tokens_ptr + ((first - b) * stride_xk if FLAT else b * stride_xb)
     if DRAFT == "logits":
-        y, _, _ = load_chunk(draft_ptr + draft_index, stride_dv, chunk, num_draft_v, CHUNK)
+        y, y_ids, y_block = load_chunk(y_row, stride_dv, chunk, num_draft_v, CHUNK)
         y_top = tl.max(tl.max(y, axis=1), axis=0)
         y_nan = tl.max(tl.max((y != y).to(tl.int32), axis=1), axis=0) > 0
         y_base = tl.where(y_top == -INF, 0.0, y_top)
@@ -206,7 +334,7 @@ def rows_kernel(
         tl.store(draft_sum_ptr + row * num_chunks + chunk, tl.where(y_nan, float("nan"), y_sum))
 
     if last_to_arrive(row_counter_ptr + row, num_chunks):
-        top, weight, m, error = row_summary(
+        block_top, weight, m, error = row_summary(
             block_max_ptr + row * num_blocks,
             block_sum_ptr + row * num_blocks,
             num_blocks,
@@ -214,29 +342,26 @@ def rows_kernel(
             greedy,
             NBP,
         )
-        error = error | (valid_t == 0)
-        min_keep = 0.0
+        w_log_w = 0.0
         if MODE == "typical":
             index = tl.arange(0, NBP)
-            inside = index < num_blocks
             part = tl.load(
                 block_wlogw_ptr + row * num_blocks + index,
-                mask=inside,
+                mask=index < num_blocks,
                 other=0.0,
                 cache_modifier=".cg",
             )
-            shift = tl.where(weight > 0, (top - m) * inverse_t, 0.0)
-            wlogw = tl.sum(tl.exp(shift) * part * (weight > 0) + shift * weight, axis=0)
-        else:
-            wlogw = 0.0
+            shift = tl.where(weight > 0, (block_top - m) * inverse_t, 0.0)
+            w_log_w = tl.sum(tl.exp(shift) * part * (weight > 0) + shift * weight, axis=0)
+        min_keep = 0.0
         if HAS_MIN_P:
             min_keep = parameter(min_p, b, MIN_P_TENSOR).to(tl.float32)
             if (error == 0) & (greedy == 0) & (min_keep > 0):
-                weight, wlogw = filtered_weights(
+                weight, w_log_w = filtered_weights(
                     x_row,
                     stride_tv,
                     num_v,
-                    top,
+                    block_top,
                     m,
                     inverse_t,
                     -INF,
@@ -244,126 +369,60 @@ def rows_kernel(
                     MODE == "typical",
                     NBP,
                 )
-        s = parameter(seed, b, SEED_TENSOR)
-        p0 = parameter(position, b, POSITION_TENSOR)
-        total = tl.sum(weight, axis=0)
-
-        if MODE != "ratio":
-            step_b = parameter(step, b, STEP_TENSOR)
-            chosen = pick_block(weight, greedy, s, p0 + i, step_b, STREAM, NBP)
-            chosen = tl.minimum(chosen, num_blocks - 1)
-            x, ids = load_block(x_row, stride_tv, chosen, num_v)
-            w = weight_of(x, ids, m, inverse_t, greedy, -INF, min_keep)
-            token = pick_entry(w, ids, greedy, s, p0 + i, step_b, STREAM)
-            token = tl.where(error, 0, tl.minimum(token, num_v - 1))
-            tl.store(row_token_ptr + row, token)
-            flag = tl.where(error, BAD_TARGET, 0)
-            tl.store(row_max_ptr + row, m)
-            tl.store(row_sum_ptr + row, total)
-            if MODE == "typical":
-                if i < n:
-                    d = tl.load(draft_tokens_ptr + token_index + i * stride_xk).to(tl.int64)
-                    known = (d >= 0) & (d < num_v)
-                    d = tl.where(known, d, 0)
-                    x_d = tl.load(x_row + d * stride_tv).to(tl.float32)
-                    w_d = weight_of(x_d, d, m, inverse_t, greedy, -INF, min_keep)
-                    # a tie is no second argmax
-                    w_d = tl.where(greedy, (d == token).to(tl.float32), w_d)
-                    total = tl.where(greedy, 1.0, total)
-                    entropy = tl.where(greedy, 0.0, tl.log(total) - tl.div_rn(wlogw, total))
-                    floor = tl.minimum(typical_alpha * tl.exp(-entropy), typical_eps)
-                    passed = known & (tl.div_rn(w_d, total) > floor)
-                    tl.store(row_p_ptr + row, tl.where(passed, 1.0, 0.0))
-            tl.store(row_flag_ptr + row, flag)
-            if last_to_arrive(request_counter_ptr + b, n + 1):
-                d = tl.load(
-                    draft_tokens_ptr + token_index + k * stride_xk, mask=k < n, other=-1
-                ).to(tl.int64)
-                base_row = b * rows_per_request
-                t = tl.load(
-                    row_token_ptr + base_row + k, mask=k <= n, other=-1, cache_modifier=".cg"
-                )
-                flags = tl.load(
-                    row_flag_ptr + base_row + k, mask=k <= n, other=0, cache_modifier=".cg"
-                )
-                if MODE == "typical":
-                    fits = (
-                        tl.load(
-                            row_p_ptr + base_row + k, mask=k < n, other=0.0, cache_modifier=".cg"
-                        )
-                        > 0
-                    )
-                else:
-                    fits = d == t
-                fits = fits & (k < n) & (flags == 0)
-                accepted = tl.min(tl.where(fits, KP, k), axis=0)
-                next_token = tl.sum(tl.where(k == accepted, t, 0), axis=0)
-                bad = tl.sum(tl.where(k == accepted, flags, 0), axis=0) > 0
-                write_result(
-                    tokens_ptr,
-                    num_accepted_ptr,
-                    error_ptr,
-                    stride_ob,
-                    d,
-                    b,
-                    accepted,
-                    next_token,
-                    bad,
-                    True,
-                    K,
-                    KP,
-                )
-        else:
-            d = tl.load(draft_tokens_ptr + token_index + i * stride_xk).to(tl.int64)
-            known = (d >= 0) & (d < num_v)
-            d = tl.where(known, d, 0)
-            x_d = tl.load(x_row + d * stride_tv).to(tl.float32)
-            p = tl.div_rn(weight_of(x_d, d, m, inverse_t, greedy, -INF, min_keep), total)
-            if greedy:
-                chosen = tl.minimum(first_max(weight, NBP), num_blocks - 1)
-                x, ids = load_block(x_row, stride_tv, chosen, num_v)
-                token = tl.min(tl.where(x == m, ids, num_v - 1), axis=0)
-                tl.store(row_token_ptr + row, token)
-                p = (d == token).to(tl.float32)
-            q = 1.0
-            if DRAFT == "logits":
-                c = tl.arange(0, SP)
-                y_tops = tl.load(
-                    draft_max_ptr + row * num_chunks + c,
-                    mask=c < num_chunks,
-                    other=-INF,
-                    cache_modifier=".cg",
-                )
-                y_sums = tl.load(
-                    draft_sum_ptr + row * num_chunks + c,
-                    mask=c < num_chunks,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                y_m = tl.max(y_tops, axis=0)
-                y_total = tl.sum(tl.exp(y_tops - y_m) * y_sums, axis=0)
-                tl.store(row_qmax_ptr + row, y_m)
-                tl.store(row_qsum_ptr + row, y_total)
-            if DRAFT != "none":
-                y = tl.load(
-                    draft_ptr + draft_index + d * stride_dv,
-                    mask=d < num_draft_v,
-                    other=-INF if DRAFT == "logits" else 0.0,
-                ).to(tl.float32)
-                q = tl.div_rn(tl.exp(y - y_m), y_total) if DRAFT == "logits" else y
-            bad_q = (q != q) | (tl.abs(q) == INF)
-            tl.store(row_max_ptr + row, m)
-            tl.store(row_sum_ptr + row, tl.where(greedy, 1.0, total))
-            tl.store(row_p_ptr + row, p)
-            tl.store(row_q_ptr + row, q)
-            flag = tl.where(error, BAD_TARGET, 0) | tl.where(bad_q, BAD_DRAFT, 0)
-            tl.store(row_flag_ptr + row, flag)
-
-
-@triton.jit
-def first_max(weight, NBP: tl.constexpr):
-    index = tl.arange(0, NBP)
-    return tl.min(tl.where(weight == tl.max(weight, axis=0), index, NBP), axis=0)
+        finish_row(
+            tokens_ptr,
+            num_accepted_ptr,
+            error_ptr,
+            stride_ob,
+            draft_max_ptr,
+            draft_sum_ptr,
+            row_max_ptr,
+            row_sum_ptr,
+            row_p_ptr,
+            row_q_ptr,
+            row_qmax_ptr,
+            row_qsum_ptr,
+            row_token_ptr,
+            row_flag_ptr,
+            request_counter_ptr,
+            x_row,
+            stride_tv,
+            y_row,
+            stride_dv,
+            d_row,
+            stride_xk,
+            seed,
+            position,
+            step,
+            typical_eps,
+            typical_alpha,
+            row,
+            b,
+            i,
+            n,
+            K,
+            num_v,
+            num_draft_v,
+            num_blocks,
+            num_chunks,
+            weight,
+            w_log_w,
+            m,
+            inverse_t,
+            greedy,
+            -INF,
+            min_keep,
+            error | (valid_t == 0),
+            MODE,
+            DRAFT,
+            STREAM,
+            SEED_TENSOR,
+            POSITION_TENSOR,
+            STEP_TENSOR,
+            NBP,
+            SP,
+            KP,
+        )
 
 
 @triton.jit
@@ -576,7 +635,7 @@ def residual_kernel(
     limit = tl.min(tl.where(known, KP, k), axis=0)
     g = tl.minimum(tl.min(tl.where(known & (flags == 0), KP, k), axis=0), n)
     limit = tl.minimum(limit, n)
-    word, _, _, _ = words4(s, p0, k * 0, k + 1, ACCEPT)
+    word, word1, word2, word3 = words4(s, p0, k * 0, k + 1, ACCEPT)
     u = to_uniform(word)
     if BLOCK_RULE:
         w_k = block_weights(tl.where(drafted, p, 1.0), q, k)  # w after k + 1 drafts
@@ -630,7 +689,7 @@ def residual_kernel(
             y_max = tl.load(row_qmax_ptr + row)
             y_sum = tl.load(row_qsum_ptr + row)
         if DRAFT != "none":
-            y, _, _ = load_chunk(y_row, stride_dv, chunk, num_draft_v, CHUNK)
+            y, y_ids, y_block = load_chunk(y_row, stride_dv, chunk, num_draft_v, CHUNK)
         v = residual_weights(
             x,
             y,
@@ -674,7 +733,7 @@ def residual_kernel(
                 use_p = True
                 index = tl.arange(0, NBP)
                 top = tl.where(index < num_blocks, m, -INF)
-                weight, _ = filtered_weights(
+                weight, w_log_w = filtered_weights(
                     x_row, stride_tv, num_v, top, m, inverse_t, tau, min_keep, False, NBP
                 )
         else:
@@ -682,7 +741,7 @@ def residual_kernel(
             m = row_m
             if HAS_MIN_P:
                 if (error == 0) & (greedy == 0) & (min_keep > 0):
-                    weight, _ = filtered_weights(
+                    weight, w_log_w = filtered_weights(
                         x_row, stride_tv, num_v, top, m, inverse_t, tau, min_keep, False, NBP
                     )
         chosen = tl.minimum(
@@ -693,7 +752,7 @@ def residual_kernel(
         if use_p == 0:
             y1 = x1
             if DRAFT != "none":
-                y1, _ = load_block(y_row, stride_dv, chosen, num_draft_v)
+                y1, y_ids1 = load_block(y_row, stride_dv, chosen, num_draft_v)
             v1 = residual_weights(
                 x1,
                 y1,
