@@ -272,6 +272,7 @@ def rows_kernel(
     SEED_TENSOR: tl.constexpr,
     POSITION_TENSOR: tl.constexpr,
     STEP_TENSOR: tl.constexpr,
+    FINISH: tl.constexpr,
     CHUNK: tl.constexpr,
     NBP: tl.constexpr,
     SP: tl.constexpr,
@@ -301,8 +302,8 @@ def rows_kernel(
                 K,
                 KP,
             )
-    # the ratio rules need no row without a draft here
-    last_row = n if MODE != "ratio" else n - 1
+    # the ratio rules need no row without a draft here, unless it is to be filtered
+    last_row = n - 1 if MODE == "ratio" and FINISH else n
     if i > last_row:
         return
 
@@ -324,7 +325,7 @@ def rows_kernel(
         tl.store(block_wlogw_ptr + stat, wlogw, mask=block < num_blocks)
     y_row = draft_ptr + ((first - b + i) * stride_dk if FLAT else b * stride_db + i * stride_dk)
     d_row = draft_tokens_ptr + ((first - b) * stride_xk if FLAT else b * stride_xb)
-    if DRAFT == "logits":
+    if DRAFT == "logits" and i < n:
         y, y_ids, y_block = load_chunk(y_row, stride_dv, chunk, num_draft_v, CHUNK)
         y_top = tl.max(tl.max(y, axis=1), axis=0)
         y_nan = tl.max(tl.max((y != y).to(tl.int32), axis=1), axis=0) > 0
@@ -333,6 +334,8 @@ def rows_kernel(
         tl.store(draft_max_ptr + row * num_chunks + chunk, y_top)
         tl.store(draft_sum_ptr + row * num_chunks + chunk, tl.where(y_nan, float("nan"), y_sum))
 
+    if not FINISH:
+        return  # filter_kernel goes on
     if last_to_arrive(row_counter_ptr + row, num_chunks):
         block_top, weight, m, error = row_summary(
             block_max_ptr + row * num_blocks,
@@ -709,9 +712,16 @@ def residual_kernel(
         block_top = tl.zeros([CHUNK], tl.float32)
         block_total = tl.sum(v, axis=1)
     else:
-        if HAS_TAU:
-            x = tl.where((x >= tau) | (x != x), x, -INF)
         block_top, block_total = block_sums(x, inverse_t, greedy)
+        if HAS_TAU:
+            if greedy == 0:
+                # the row's maximum is known: weights at once
+                bonus = weight_of(
+                    x, ids, tl.load(row_max_ptr + row), inverse_t, False, tau, min_keep
+                )
+                bonus_total = tl.sum(bonus, axis=1)
+                block_total = tl.where(block_total == block_total, bonus_total, block_total)
+                block_top = tl.where(block_top == INF, INF, 0.0)
     stat = b * num_blocks + block
     tl.store(block_max_ptr + stat, block_top, mask=block < num_blocks)
     tl.store(block_sum_ptr + stat, block_total, mask=block < num_blocks)
@@ -739,7 +749,10 @@ def residual_kernel(
         else:
             error = error | (valid_t == 0)
             m = row_m
-            if HAS_MIN_P:
+            if HAS_TAU:
+                m = tl.where(greedy, row_m, tl.load(row_max_ptr + row))
+                error = error | ((tl.load(row_flag_ptr + row) & BAD_TARGET) != 0)
+            elif HAS_MIN_P:
                 if (error == 0) & (greedy == 0) & (min_keep > 0):
                     weight, w_log_w = filtered_weights(
                         x_row, stride_tv, num_v, top, m, inverse_t, tau, min_keep, False, NBP

@@ -8,11 +8,14 @@ import torch
 import triton
 
 from ._chain_kernels import mass_kernel, residual_kernel, rows_kernel
+from ._filter_kernel import filter_kernel
 from ._law import BLOCK, is_off
 
 # blocks of the vocabulary to a program: 16 x 512 entries, 32 registers a thread with 8 warps
 CHUNK = 16
 NUM_WARPS = 8
+# entries that the search of top-k and top-p keeps in registers
+CANDIDATES = 2048
 
 
 def _pow2(n: int, least: int = 1) -> int:
@@ -43,7 +46,14 @@ class Workspace:
         self.blocks = torch.empty(3, num_rows, num_blocks, dtype=torch.float32, device=device)
         self.chunks = torch.empty(3, num_rows, num_chunks, dtype=torch.float32, device=device)
         self.rows = torch.empty(7, num_rows, dtype=torch.float32, device=device)
+        self.candidates = None  # only for top-k and top-p
         self.ids = torch.empty(2, num_rows, dtype=torch.int32, device=device)
+
+    def candidates_of(self) -> torch.Tensor:
+        if self.candidates is None:
+            shape = (self.shape[1], CANDIDATES)
+            self.candidates = torch.empty(shape, dtype=torch.float32, device=self.rows.device)
+        return self.candidates
 
     def fits(self, num_requests: int, num_rows: int, num_v: int, device: torch.device) -> bool:
         return self.counters.device == device and all(
@@ -79,7 +89,12 @@ def run_chain(
     V = target.shape[-1]
     ratio = method in ("token", "block")
     if method == "greedy":
-        temperature, min_p = 0.0, 0.0
+        temperature, top_k, top_p, min_p = 0.0, 0, 1.0, 0.0
+    has_top_k = not (is_off(top_k, 0) or is_off(top_k, -1)) and (
+        isinstance(top_k, torch.Tensor) or top_k < V
+    )
+    has_top_p = not is_off(top_p, 1.0)
+    filtered = has_top_k or has_top_p
     tokens, num_accepted, error = out or (
         torch.empty(B, K + 1, dtype=torch.int64, device=device),
         torch.empty(B, dtype=torch.int64, device=device),
@@ -87,7 +102,7 @@ def run_chain(
     )
     if B == 0:
         return tokens, num_accepted, error
-    rows_per_request = max(K, 1) if ratio else K + 1
+    rows_per_request = max(K, 1) if ratio and not filtered else K + 1
     R = B * rows_per_request
     num_blocks = -(-V // BLOCK)
     num_chunks = -(-num_blocks // CHUNK)
@@ -161,29 +176,52 @@ def run_chain(
         "num_blocks": num_blocks,
     }
     tiles = {"NBP": _pow2(num_blocks, 4), "SP": _pow2(num_chunks)}
+    stats = {"draft_max_ptr": ws.chunks[0], "draft_sum_ptr": ws.chunks[1]}
+    finish = {
+        "step": step,
+        "typical_eps": typical[0],
+        "typical_alpha": typical[1],
+        "MODE": "ratio" if ratio else "typical" if method == "typical" else "match",
+        "DRAFT": draft_kind,
+        "STREAM": stream,
+        "STEP_TENSOR": isinstance(step, torch.Tensor),
+    }
     with device_guard(target):
-        if not ratio or K > 0:
+        if not ratio or filtered or K > 0:
             rows_kernel[(R, num_chunks)](
                 **shared,
                 **result,
                 **flags,
                 **tiles,
+                **stats,
+                **finish,
                 block_wlogw_ptr=ws.blocks[2],
-                draft_max_ptr=ws.chunks[0],
-                draft_sum_ptr=ws.chunks[1],
                 row_counter_ptr=row_counters,
-                step=step,
-                typical_eps=typical[0],
-                typical_alpha=typical[1],
-                MODE="ratio" if ratio else "typical" if method == "typical" else "match",
-                DRAFT=draft_kind,
-                STREAM=stream,
-                STEP_TENSOR=isinstance(step, torch.Tensor),
+                FINISH=not filtered,
+                num_warps=NUM_WARPS,
+            )
+        if filtered:
+            filter_kernel[(R,)](
+                **shared,
+                **result,
+                **flags,
+                **tiles,
+                **stats,
+                **finish,
+                row_tau_ptr=ws.rows[6],
+                buffer_ptr=ws.candidates_of(),
+                top_k=top_k,
+                top_p=top_p,
+                TOP_K_TENSOR=isinstance(top_k, torch.Tensor),
+                TOP_P_TENSOR=isinstance(top_p, torch.Tensor),
+                HAS_TOP_K=has_top_k,
+                HAS_TOP_P=has_top_p,
+                CANDIDATES=CANDIDATES,
                 num_warps=NUM_WARPS,
             )
         if ratio:
             mass = ws.chunks[2]
-            tau = {"row_tau_ptr": ws.rows[6], "HAS_TAU": False, "DRAFT": draft_kind}
+            tau = {"row_tau_ptr": ws.rows[6], "HAS_TAU": filtered, "DRAFT": draft_kind}
             if method == "block" and draft_kind != "none" and K > 1:
                 mass_kernel[(B * (K - 1), num_chunks)](
                     **shared, **flags, **tau, mass_ptr=mass, num_warps=NUM_WARPS
