@@ -171,7 +171,7 @@ def _round(request: Request, rows: list[Row], session, stats: Stats) -> None:
         if line[-1]:
             raise ValueError(
                 f"row {row.index}: the logits of position {starts[b] + num_accepted[b]} are NaN, "
-                "or forbid every token"
+                "or forbid every token (the target's, or those of a draft model)"
             )
         _commit(request, row, line[: num_accepted[b] + 1], logits.row(b), scores.row(b))
         row.stats.rounds += 1

@@ -35,7 +35,8 @@ class Stats:
     rows: list[RowStats] = field(default_factory=list)
     target_forwards: int = 0  # of the whole batch, prefill chunks included
     draft_forwards: int = 0
-    target_widths: list[int] = field(default_factory=list)  # tokens per row of each forward
+    # tokens per row of each forward, padding included; of a packed forward, tokens of all rows
+    target_widths: list[int] = field(default_factory=list)
     drafted_per_position: list[int] = field(default_factory=list)  # index 0: first of a block
     accepted_per_position: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(
