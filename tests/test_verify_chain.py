@@ -807,6 +807,23 @@ def test_replacement_when_the_residual_is_tiny(backend):
 
 @backends
 @pytest.mark.parametrize("method", BY_RATIO)
+def test_ids_beyond_the_draft_vocabulary_have_no_q(backend, method):
+    """The drafter knows id 0 alone; a rejection, however rare, gives one of the others."""
+    B, tiny = len(SEEDS_NEAR_ONE), 2.0**-18
+    got = verify_chain(
+        torch.tensor([1 - 2 * tiny, tiny, tiny]).log().expand(B, 2, 3),
+        torch.zeros(B, 1).long(),
+        torch.zeros(B, 1, 1),
+        seed=torch.tensor(SEEDS_NEAR_ONE),
+        method=method,
+        backend=backend,
+    )
+    assert got.num_accepted.tolist() == [0] * B
+    assert set(got.tokens[:, 0].tolist()) == {1, 2}
+
+
+@backends
+@pytest.mark.parametrize("method", BY_RATIO)
 def test_forbidden_tokens_are_never_kept(backend, method):
     """p(x) = 0 fails at the smallest uniforms too, whatever q says."""
     seeds = torch.tensor(SEEDS_NEAR_ZERO)
@@ -888,6 +905,11 @@ def test_bad_target_rows(backend, method, junk, row):
     """The request alone is flagged, if its chain came that far; the others are bit-identical."""
     B, K, V = 8, 3, 700
     target, tokens, draft = make_inputs(B, K, V, noise=0.2)
+    if row < K:
+        # the id that a row in error answers with is no match, even where the chain does come there
+        tokens[5, row] = 0
+        target[5, :row] = -INF
+        target[5].scatter_(1, tokens[5, :, None], 2.0)
     seeds, positions = keys(B)
     key = {"seed": seeds, "position": positions, "method": method, "backend": backend}
     want = verify_chain(target, tokens, **with_q(method, draft), **key)
