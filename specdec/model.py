@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -149,7 +151,6 @@ class CachedModel:
         self.widths: list[int] = []  # of every forward
         self.seconds = 0.0  # inside the model's forwards
         self._cache = RowCache(batch, capacity, self.config.num_hidden_layers)
-        self._cost = ForwardCost(model, self.config)
         self._token_types = token_type_ids
         self._kwargs = dict(forward_kwargs or {})
         parameters = inspect.signature(model.forward).parameters
@@ -160,7 +161,7 @@ class CachedModel:
 
     def extend(
         self,
-        tokens: list[list[int]] | torch.Tensor,
+        tokens: list[list[int]],
         drafts: torch.Tensor | None = None,
         num_drafts: Sequence[int] | None = None,
     ) -> RowLogits:
@@ -169,24 +170,19 @@ class CachedModel:
         Returns the logits after the last token and after each draft, in the model's dtype.
 
         Args:
-            tokens: one list per row (an empty one: the row sits this out), or [B, W] for all.
+            tokens: one list per row (an empty one: the row has drafts only, or sits this out).
             drafts: [B, K] int64; ids outside the vocabulary are padding.
             num_drafts: how many of each row are real; default all.
         """
-        if isinstance(tokens, torch.Tensor):
-            counts = [tokens.shape[1]] * tokens.shape[0]
-            columns = tokens.to(self.device)
-        else:
-            while max(map(len, tokens)) > PREFILL_CHUNK:
-                # the masks of a long prompt would take more memory than the model
-                chunk = [row[: min(PREFILL_CHUNK, len(row) - 1)] for row in tokens]
-                tokens = [row[len(head) :] for row, head in zip(tokens, chunk, strict=True)]
-                self.extend(chunk)
-            counts = [len(row) for row in tokens]
-            width = max(counts)
-            padded = [[0] * (width - len(row)) + row for row in tokens]
-            columns = torch.tensor(padded, dtype=torch.int64, device=self.device)
-        pending = columns.shape[1]
+        while max(map(len, tokens)) > PREFILL_CHUNK:
+            # the masks of a long prompt would take more memory than the model
+            chunk = [row[: min(PREFILL_CHUNK, len(row) - 1)] for row in tokens]
+            tokens = [row[len(head) :] for row, head in zip(tokens, chunk, strict=True)]
+            self.extend(chunk)
+        counts = [len(row) for row in tokens]
+        pending = max(counts)
+        padded = [[0] * (pending - len(row)) + row for row in tokens]
+        columns = torch.tensor(padded, dtype=torch.int64, device=self.device)
         first = [pending - count for count in counts]
         K = 0
         if drafts is not None and drafts.shape[1]:
@@ -201,16 +197,23 @@ class CachedModel:
         self.lengths = [s + c for s, c in zip(self.lengths, counts, strict=True)]
         return logits
 
+    @functools.cached_property
+    def _cost(self) -> ForwardCost:
+        return ForwardCost(self.model, self.config)
+
+    def _visible(self, counts: list[int]) -> int:
+        """Slots in use once each row has ``counts`` more tokens."""
+        return max(1, max(s + c for s, c in zip(self.lengths, counts, strict=True)))
+
     def _packs(self, counts: list[int], width: int) -> bool:
         """Whether one row of all tokens is cheaper than a row each, padded to ``width``.
 
         Packed, the padding is not computed, but every token meets the slots of every row.
         """
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" or len(counts) == 1:
             return False  # a GPU wants the same few shapes again and again
         padded, packed = len(counts) * width, sum(counts)
-        visible = max(s + c for s, c in zip(self.lengths, counts, strict=True))
-        cost = self._cost
+        visible, cost = self._visible(counts), self._cost
         return cost(packed, packed * len(counts) * visible) < cost(padded, padded * visible)
 
     def _forward_packed(self, columns: torch.Tensor, counts: list[int]) -> RowLogits:
@@ -218,7 +221,7 @@ class CachedModel:
         inside = torch.arange(columns.shape[1]) < torch.tensor(counts)[:, None]
         row, column = inside.nonzero(as_tuple=True)
         positions = torch.tensor(self.lengths)[row] + column
-        visible = max(s + c for s, c in zip(self.lengths, counts, strict=True))
+        visible = self._visible(counts)
         self._cache.set_slots(row.to(self.device), positions.to(self.device), visible, packed=True)
         # slots of all rows, row by row within a slot
         slot = torch.arange(visible).repeat_interleave(len(counts))
@@ -231,10 +234,7 @@ class CachedModel:
             row,
             len(row),
         )
-        starts = [0]
-        for count in counts:
-            starts.append(starts[-1] + count)
-        return RowLogits(logits[0], starts)
+        return RowLogits(logits[0], [0, *itertools.accumulate(counts)])
 
     def _forward(
         self, input_ids: torch.Tensor, first: list[int], counts: list[int], num_logits: int
@@ -242,7 +242,7 @@ class CachedModel:
         """One forward. Row b's tokens are columns first[b] .. first[b] + counts[b]; the columns on
         either side are padding and go to the cache's bin."""
         B, W = input_ids.shape
-        visible = max(1, max(s + c for s, c in zip(self.lengths, counts, strict=True)))
+        visible = self._visible(counts)
         if all(count == W for count in counts) and len(set(self.lengths)) == 1:
             start = self.lengths[0]
             positions = torch.arange(start, start + W, device=self.device).expand(B, W)

@@ -115,7 +115,7 @@ def _verify_by_ratio(p, target_error, draft_tokens, q, g, seed, position, block)
     )
     u = to_uniform(words[..., 0])
 
-    w = torch.ones_like(p_x[:, :1]).squeeze(1) if K else p.new_ones(B)
+    w = p.new_ones(B)
     if K == 0:
         num_accepted = torch.zeros_like(g)
     elif block:
